@@ -1,0 +1,111 @@
+"""Reading ``config.json``: two spellings of the same facts, and a refusal of what is not understood.
+
+transformers 4 wrote ``rope_theta``, ``rope_scaling`` and ``torch_dtype``; transformers 5 writes ``rope_parameters`` (for some
+families one set per kind of layer) and ``dtype``.  Published checkpoints have either, and multimodal ones nest the text model's
+fields in ``text_config``.  Everything is brought into one form here, so that a family file states only what its family is.
+
+A field that changes the arithmetic and is not supported is an error that names it; nothing falls back to a default in silence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from lorarun.kernels.gated import ACTIVATIONS
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+C = TypeVar("C")
+
+
+def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The text model's fields: ``text_config`` with the outer level's dtype and tying where it states neither."""
+    inner = raw.get("text_config")
+    if inner is None:
+        return dict(raw)
+    outer = {key: raw[key] for key in ("dtype", "torch_dtype", "tie_word_embeddings") if raw.get(key) is not None}
+    return outer | {key: value for key, value in inner.items() if not (key in outer and value is None)}
+
+
+def stored_dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that the file says its weights have; None when it does not say."""
+    fields = text_config(raw)
+    name = fields.get("dtype") or fields.get("torch_dtype")
+    if name is None:
+        return None
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"config.json: dtype is {name!r}; expected bfloat16, float16 or float32.")
+    return dtype
+
+
+def rope_parameters(raw: Mapping[str, Any], theta: float, layer_type: str | None = None) -> dict[str, Any]:
+    """The rotary parameters as ``{"rope_type": …, "rope_theta": …, …}``, from either spelling.
+
+    ``theta`` is the family's own default.  ``layer_type`` picks a set where a checkpoint has one per kind of layer
+    (Gemma 3); in the older spelling sliding layers then have ``rope_local_base_freq`` and no scaling.
+    """
+    newer = raw.get("rope_parameters")
+    if newer is not None:
+        if not isinstance(newer, Mapping):
+            raise ValueError(f"config.json: rope_parameters is {newer!r}; expected an object.")
+        found = dict(newer.get(layer_type, newer))
+    elif layer_type == "sliding_attention":
+        found = {"rope_theta": raw.get("rope_local_base_freq")}
+    else:
+        found = {"rope_theta": raw.get("rope_theta"), **(raw.get("rope_scaling") or {})}
+    kind = found.pop("type", None)  # the oldest spelling
+    found.setdefault("rope_type", kind or "default")
+    found["rope_theta"] = float(found.get("rope_theta") or raw.get("rope_theta") or theta)
+    _check_rope(found, raw)
+    return found
+
+
+def _check_rope(rope: dict[str, Any], raw: Mapping[str, Any]) -> None:
+    kind = rope["rope_type"]
+    if kind not in ROPE_TYPES:
+        raise ValueError(f"config.json: rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}.")
+    partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise ValueError(f"config.json: partial_rotary_factor {partial} is not supported; whole heads (1.0) are.")
+    needed = {"linear": ["factor"], "dynamic": ["factor"], "yarn": ["factor"], "default": []}.get(
+        kind, ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+    )
+    missing = [key for key in needed if rope.get(key) is None]
+    if missing:
+        raise ValueError(f"config.json: rope type {kind!r} needs {', '.join(missing)}, which the file does not have.")
+
+
+def check_supported(raw: Mapping[str, Any], activation: str) -> None:
+    """Refuse settings that no family file implements, all in one error."""
+    wrong = []
+    if activation not in ACTIVATIONS:
+        wrong.append(f"activation {activation!r} (supported: {', '.join(ACTIVATIONS)})")
+    if raw.get("attention_dropout"):
+        wrong.append(f"attention_dropout {raw['attention_dropout']} (supported: 0)")
+    if raw.get("use_bidirectional_attention"):
+        wrong.append("use_bidirectional_attention (supported: causal attention)")
+    kinds = set(raw.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        wrong.append(f"layer_types {', '.join(sorted(kinds))} (supported: full_attention, sliding_attention)")
+    heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:
+        wrong.append(f"{heads} attention heads over {kv_heads} key-value heads (the first must be a multiple)")
+    if wrong:
+        raise ValueError(f"config.json of model_type {raw.get('model_type')!r} asks for " + "; ".join(wrong) + ".")
+
+
+def build(cls: type[C], fields: Mapping[str, Any]) -> C:
+    """An instance of a family's ``Config`` dataclass from the fields it declares; the others are not its business."""
+    declared = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    missing = [
+        name
+        for name, field in declared.items()
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING and name not in fields
+    ]
+    if missing:
+        raise ValueError(f"config.json of model_type {fields.get('model_type')!r} lacks {', '.join(missing)}.")
+    return cls(**{name: fields[name] for name in declared if name in fields})

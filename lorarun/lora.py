@@ -1,0 +1,251 @@
+"""Adapters: attach, choose, switch off, list, merge.
+
+Five small functions over a plain model.  ``add_lora`` puts two small matrices beside each projection it is asked for and freezes
+everything else; the others say which adapter runs, or fold it into the weights and out again.  The arithmetic is in
+:class:`lorarun.nn.Linear`; files are the business of :mod:`lorarun.adapter`.
+
+Compared with the usual wrappers there is no wrapped model: names, checkpoints and hooks stay what they were.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lorarun.nn import Adapter, Linear, Model
+
+# The projections of a block, by the input they read.  Those that share an input share its dropout mask.
+INPUTS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1, "gate_proj": 2, "up_proj": 2, "down_proj": 3}
+
+
+@dataclass
+class Lora:
+    """What an adapter of a model is; fields as in PEFT's ``adapter_config.json`` where it has them."""
+
+    r: int
+    alpha: float
+    targets: str | list[str]
+    dropout: float
+    rslora: bool
+    layers: list[int] | None
+    modules: list[str]  # full names of the projections that carry it
+    seed: int | None = None
+
+    @property
+    def scale(self) -> float:
+        """alpha / r, or alpha / √r with ``rslora`` (Kalajdzievski 2023, arXiv:2312.03732, section 3)."""
+        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
+
+
+def add_lora(
+    model: Model,
+    r: int = 16,
+    alpha: float = 16,
+    targets: str | Sequence[str] = "all-linear",
+    dropout: float = 0.0,
+    bias: bool = False,
+    rslora: bool = False,
+    dora: bool = False,
+    init: str = "default",
+    layers: int | Sequence[int] | None = None,
+    rank_pattern: dict[str, int] | None = None,
+    alpha_pattern: dict[str, float] | None = None,
+    modules_to_save: Sequence[str] = (),
+    dtype: torch.dtype = torch.float32,
+    name: str = "default",
+    seed: int | None = None,
+) -> Model:
+    """Attach a low-rank adapter, make it the active one, freeze all else and switch the model to training mode.
+
+    y = W·x + scale · B·A·drop(x), with A [r, in] uniform in ±1/√in, B [out, r] zero (so the model starts unchanged), and
+    scale = alpha / r, or alpha / √r with ``rslora``.
+
+    targets: "all-linear" (the seven projections of every block, never the head); another string is a regular expression that
+    must match a module's whole name; a list has names that a module's name equals or ends in ("q_proj", "mlp.up_proj").
+    layers: only these blocks, numbered from 0.  dropout: probability for elements of the input; one mask serves all projections
+    of one input (PEFT draws one for each).  dtype: of A and B.  seed: for A's values and the dropout masks; without one, A comes
+    from torch's global generator.
+
+    Returns the model.  Raises ValueError for a target that matches nothing it could attach to, a name that is taken, and for
+    what is not supported: bias, dora, other initialisations, patterns, modules_to_save.
+    """
+    _refuse(
+        bias=bias, dora=dora, rank_pattern=rank_pattern, alpha_pattern=alpha_pattern, modules_to_save=modules_to_save
+    )
+    if init != "default":
+        raise ValueError(f"add_lora: init={init!r} is not supported; 'default' is.")
+    if isinstance(r, bool) or not isinstance(r, int) or r < 1:
+        raise ValueError(f"add_lora: r is {r!r}; expected a whole number from 1 up.")
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"add_lora: dropout is {dropout}; expected a probability from 0 up to, not including, 1.")
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"add_lora: dtype is {dtype!r}; expected a floating-point torch.dtype.")
+    if not name or "." in name:
+        raise ValueError(f"add_lora: name is {name!r}; expected a non-empty name without dots.")
+    if name in model.adapters:
+        raise ValueError(f"add_lora: there is an adapter named {name!r} already; choose another name=.")
+    _check_not_merged(model, "add_lora")
+    wanted = targets if isinstance(targets, str) else list(targets)
+    blocks = [layers] if isinstance(layers, int) else None if layers is None else sorted(set(layers))
+    linears = find_targets(model, wanted, blocks)
+    lora = Lora(r, alpha, wanted, dropout, rslora, blocks, [path for path, _ in linears], seed)
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def factors(linear: Linear) -> tuple[Tensor, Tensor]:
+        bound = 1.0 / math.sqrt(linear.in_features)
+        a = torch.empty(r, linear.in_features).uniform_(-bound, bound, generator=generator)
+        return a, torch.zeros(linear.out_features, r)
+
+    attach(model, name, lora, ((path, linear, *factors(linear)) for path, linear in linears), dtype)
+    return model
+
+
+def attach(
+    model: Model, name: str, lora: Lora, parts: Iterable[tuple[str, Linear, Tensor, Tensor]], dtype: torch.dtype | None
+) -> None:
+    """Put an adapter's matrices in place, (module name, module, A, B) for each projection, and make it the active one.
+
+    dtype None keeps the dtype that A and B have.  What ``add_lora`` and ``load_adapter`` share.
+    """
+    model.requires_grad_(False)
+    if lora.seed is not None:
+        model.clock.seed = lora.seed
+    for path, linear, a, b in parts:
+        adapter = Adapter(lora.r, lora.scale, lora.dropout, _stream(path), model.clock)
+        a, b = a.to(linear.weight.device, dtype), b.to(linear.weight.device, dtype)
+        linear.attach(name, adapter, a, b)
+    model.adapters[name] = lora
+    use_adapter(model, name)
+    model.train()
+
+
+def _stream(path: str) -> int:
+    """A number for the input that a projection reads: block × 4 + which of the block's four inputs."""
+    block = re.search(r"\.layers\.(\d+)\.", f".{path}")
+    return (int(block[1]) if block else 0) * 4 + INPUTS[path.rpartition(".")[2]]
+
+
+def _refuse(**unsupported: Any) -> None:
+    active = [key for key, value in unsupported.items() if value]
+    if active:
+        raise ValueError(f"add_lora: {', '.join(active)} {'is' if len(active) == 1 else 'are'} not supported.")
+
+
+def find_targets(model: Model, targets: str | list[str], layers: list[int] | None = None) -> list[tuple[str, Linear]]:
+    """The projections that ``targets`` means, with their names, in the model's order; see :func:`add_lora` for the rules."""
+    blocks = len(model.model.layers)
+    if layers is not None and (not layers or not all(isinstance(i, int) and 0 <= i < blocks for i in layers)):
+        raise ValueError(f"layers={layers}: expected numbers of blocks from 0 to {blocks - 1}.")
+    modules = {path: module for path, module in model.named_modules() if path and "lora_" not in path}
+    if targets == "all-linear":
+        matched = {path: "" for path in modules if path.rpartition(".")[2] in INPUTS}
+    elif isinstance(targets, str):
+        try:
+            pattern = re.compile(targets)
+        except re.error as error:
+            raise ValueError(f"targets={targets!r} is not a regular expression: {error}.") from None
+        matched = {path: targets for path in modules if pattern.fullmatch(path)}
+    else:
+        matched = {path: t for path in modules for t in targets if path == t or path.endswith(f".{t}")}
+    names = sorted(INPUTS)
+    if not matched:
+        raise ValueError(f"targets={targets!r} match no module; projections are named {', '.join(names)}.")
+    head = [path for path in matched if path in ("lm_head", "model.embed_tokens")]
+    if head:
+        raise ValueError(
+            f"targets: adapters on {' and '.join(head)} are not supported; the projections of the blocks are."
+        )
+    wrong = [path for path in matched if not isinstance(modules[path], Linear)]
+    if wrong:
+        shown = ", ".join(f"{path} ({type(modules[path]).__name__})" for path in wrong[:3])
+        raise ValueError(f"targets={targets!r} match {len(wrong)} modules that are no projections, such as {shown}.")
+    if not isinstance(targets, str) and (unmatched := sorted(set(targets) - set(matched.values()))):
+        warnings.warn(f"targets {', '.join(unmatched)} match no module of this model.", stacklevel=3)
+    if layers is not None:
+        matched = {path: t for path, t in matched.items() if int(path.split(".layers.")[1].split(".")[0]) in layers}
+        if not matched:
+            raise ValueError(f"targets={targets!r} match no module of layers {layers}.")
+    return [(path, module) for path, module in modules.items() if path in matched and isinstance(module, Linear)]
+
+
+def linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
+    """Every projection that carries adapters, with its name."""
+    return ((path, m) for path, m in model.named_modules() if isinstance(m, Linear) and m.adapters)
+
+
+def use_adapter(model: Model, name: str | None) -> None:
+    """Make one adapter the active one (it runs, and its parameters are trainable), or none with None."""
+    if name is not None and name not in model.adapters:
+        raise ValueError(f"There is no adapter {name!r}; the model has {', '.join(model.adapters) or 'none'}.")
+    _check_not_merged(model, "use_adapter")
+    model.active = name
+    for _, linear in linears(model):
+        linear.active = name if name in linear.adapters else None
+        for each in linear.adapters:
+            for factor in linear.factors(each):
+                factor.requires_grad_(each == name)
+
+
+@contextmanager
+def adapters_disabled(model: Model) -> Iterator[None]:
+    """Run the base model alone inside a ``with`` block, whatever happens in it."""
+    _check_not_merged(model, "adapters_disabled")
+    switched = [(linear, linear.active) for _, linear in linears(model)]
+    try:
+        for linear, _ in switched:
+            linear.active = None
+        yield
+    finally:
+        for linear, active in switched:
+            linear.active = active
+
+
+def lora_parameters(model: Model, name: str | None = None) -> list[nn.Parameter]:
+    """The matrices of an adapter (the active one by default), in the model's order: what an optimizer is given."""
+    name = model.active if name is None else name
+    if name not in model.adapters:
+        raise ValueError(
+            f"There is no adapter {name!r}; the model has {', '.join(model.adapters) or 'none: call add_lora'}."
+        )
+    return [factor for _, linear in linears(model) if name in linear.adapters for factor in linear.factors(name)]
+
+
+def delta(linear: Linear, name: str) -> Tensor:
+    """scale · B·A of an adapter in fp32, [out, in]: what merging adds to the weight."""
+    a, b = linear.factors(name)
+    return linear.adapters[name].scale * (b.detach().float() @ a.detach().float())
+
+
+def merge(model: Model) -> None:
+    """Fold the active adapter into the weights: W ← W + scale · B·A, added in fp32 and rounded once.
+
+    Calling it again changes nothing.  The weights before are kept in host memory, so that :func:`unmerge` restores every bit.
+    """
+    if model.active is None:
+        raise ValueError("merge: no adapter is active; attach one with add_lora or load_adapter.")
+    for _, linear in linears(model):
+        if linear.active is not None and linear.merged is None:
+            weight = linear.weight.data
+            linear.merged = (linear.active, weight.to("cpu", copy=True))
+            weight.copy_(weight.float() + delta(linear, linear.active))
+
+
+def unmerge(model: Model) -> None:
+    """Undo :func:`merge`, to the bit.  Does nothing to a model that is not merged."""
+    for _, linear in linears(model):
+        if linear.merged is not None:
+            linear.weight.data.copy_(linear.merged[1])
+            linear.merged = None
+
+
+def _check_not_merged(model: Model, call: str) -> None:
+    if any(linear.merged is not None for _, linear in linears(model)):
+        raise ValueError(f"{call}: the adapter {model.active!r} is merged into the weights; call unmerge(model) first.")

@@ -1,0 +1,303 @@
+"""The parts a decoder is wired from: projections that can carry adapters, norms, embedding, rotary tables.
+
+A ``Linear`` here is what ``torch.nn.Linear`` is, plus named low-rank adapters inside it, none by default.  The usual way wraps
+every projection in an adapter class and renames its weight; then a model with adapters is another model than one without, and
+checkpoints need translation.  Here ``weight`` stays ``weight`` and an adapter is two more parameters below the same module,
+named as PEFT names them (``lora_A.<adapter>.weight``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lorarun.kernels.lora import dropout, low_rank
+from lorarun.kernels.rms_norm import rms_norm
+from lorarun.kernels.rope import rope
+
+
+@dataclass
+class Clock:
+    """What dropout masks depend on besides the element: ``seed``, and ``step``, which ``lorarun.loss`` advances."""
+
+    seed: int = 0
+    step: int = 0
+
+    def value(self) -> int:
+        """One 64-bit number of both; odd multipliers keep neighbouring seeds and steps apart."""
+        return (self.seed * 0x9E3779B97F4A7C15 + self.step * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What one adapter of one projection is, besides its two matrices.
+
+    ``stream`` numbers the input that dropout is applied to; projections that share an input share it, and so their mask.
+    """
+
+    rank: int
+    scale: float
+    dropout: float
+    stream: int
+    clock: Clock
+
+
+class Factor(nn.Module):
+    """One matrix of an adapter, in a module of its own so that its name ends in ``.weight`` as in PEFT's files."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
+class Linear(nn.Module):
+    """y = x · Wᵀ + b, plus the update of the active adapter.
+
+    ``weight`` [out, in]; ``bias`` [out] or None.  The products run in the dtype of ``weight`` (torch.autocast decides
+    otherwise where it is on); the result has the dtype of ``x``.  Adapter matrices may be wider (fp32 by default): they are cast
+    for the product, and their gradients arrive in their own dtype.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        self.adapters: dict[str, Adapter] = {}
+        self.lora_A: Any  # module dictionaries of factors, there when there are adapters
+        self.lora_B: Any
+        self.active: str | None = None  # the adapter that runs
+        self.merged: tuple[str, Tensor] | None = None  # (adapter, the weight before it was added)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x if x.dtype == self.weight.dtype else x.to(self.weight.dtype)
+        y = F.linear(h, self.weight, self.bias)
+        if (name := self.active) is not None and self.merged is None:
+            adapter = self.adapters[name]
+            if adapter.dropout > 0.0 and self.training:
+                h = dropout(h, adapter.dropout, adapter.clock.value(), adapter.stream)
+            a, b = self.factors(name)
+            y = y + low_rank(h, a, b, adapter.scale)
+        return y if y.dtype == x.dtype else y.to(x.dtype)
+
+    def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+        """A [rank, in] and B [out, rank] of an adapter."""
+        return self.lora_A[name].weight, self.lora_B[name].weight
+
+    def attach(self, name: str, adapter: Adapter, a: Tensor, b: Tensor) -> None:
+        """Add an adapter with A [rank, in] and B [out, rank] as trainable parameters; it is not made active."""
+        if not self.adapters:
+            self.lora_A, self.lora_B = nn.ModuleDict(), nn.ModuleDict()
+        self.adapters[name] = adapter
+        self.lora_A[name], self.lora_B[name] = Factor(a), Factor(b)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, adapters={list(self.adapters)}"
+        )
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm over the last dimension; ``plus_one`` for Gemma's 1 + w.  See :mod:`lorarun.kernels.rms_norm`."""
+
+    def __init__(self, dim: int, eps: float, plus_one: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.eps, self.plus_one = eps, plus_one
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, self.plus_one)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, plus_one={self.plus_one}"
+
+
+def add_norm(x: Tensor, delta: Tensor | None, norm: RMSNorm, post: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
+    """Add ``delta`` (or ``post(delta)``) to the residual stream and norm the sum: returns (x + delta, norm(x + delta)).
+
+    x, delta [batch, seq, hidden].  With delta None the stream passes unchanged.
+    """
+    if delta is not None:
+        x = x + (delta if post is None else post(delta))
+    return x, norm(x)
+
+
+class Embedding(nn.Module):
+    """Rows of a table [vocab, hidden], times ``scale`` where a family has one.
+
+    The scale is first rounded to the table's dtype, as Gemma was trained: √3072 is 55.5 in bf16, not 55.4256.
+    """
+
+    def __init__(self, vocab: int, hidden: int, scale: float | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab, hidden))
+        self.scale = scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, self.weight)
+        return x if self.scale is None else x * torch.tensor(self.scale, dtype=x.dtype).item()
+
+
+class Rotary:
+    """Cosine and sine tables of rotary embedding, with the scalings that published checkpoints use.
+
+    A plain object, not a module: its fp32 frequencies must survive a cast of the model, and come from the configuration, never
+    from a checkpoint.  ``rope`` is what :func:`lorarun.config.rope_parameters` returns.
+    """
+
+    def __init__(self, head_dim: int, rope: Mapping[str, Any], max_positions: int) -> None:
+        self.head_dim, self.rope, self.max_positions = (head_dim, dict(rope), max_positions)
+        self.dynamic = rope["rope_type"] == "dynamic"
+        self.inv_freq, self.amplitude = frequencies(head_dim, rope, max_positions)
+        self._on_device = self.inv_freq
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin [batch or 1, seq, head_dim / 2] fp32 for positions [batch or 1, seq]."""
+        if self._on_device.device != positions.device:
+            self._on_device = self.inv_freq.to(positions.device)
+        inv_freq = self._on_device
+        if self.dynamic and (longest := int(positions.max()) + 1) > self.max_positions:
+            inv_freq = frequencies(self.head_dim, self.rope, self.max_positions, longest)[0].to(positions.device)
+        angles = positions.unsqueeze(-1).float() * inv_freq
+        return angles.cos() * self.amplitude, angles.sin() * self.amplitude
+
+
+def frequencies(
+    head_dim: int, rope: Mapping[str, Any], max_positions: int, length: int | None = None
+) -> tuple[Tensor, float]:
+    """The angles per position, fp32 [head_dim / 2], and the factor on cosine and sine.
+
+    default: theta^(−2i/d).  linear: positions divided by ``factor``.  dynamic: a larger theta once ``length`` passes
+    max_positions ("NTK-aware" scaling).  llama3: wavelengths beyond the original context divided by ``factor``, a blend between.
+    yarn: arXiv:2309.00071, sections 3.2 to 3.4.
+    """
+    kind, theta = rope["rope_type"], rope["rope_theta"]
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    if kind == "dynamic":
+        stretch = rope["factor"] * max(length or 0, max_positions) / max_positions - (rope["factor"] - 1)
+        theta = theta * stretch ** (head_dim / (head_dim - 2))
+    inv_freq = 1.0 / theta**exponent
+    if kind == "linear":
+        return inv_freq / rope["factor"], 1.0
+    if kind == "llama3":
+        return _llama3(inv_freq, rope), 1.0
+    if kind == "yarn":
+        return _yarn(inv_freq, rope, head_dim, max_positions)
+    return inv_freq, 1.0
+
+
+def _llama3(inv_freq: Tensor, rope: Mapping[str, Any]) -> Tensor:
+    """Llama 3.1's scaling: by how many turns a frequency makes over the original context, keep, blend or divide it."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] * inv_freq / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 1 above `high` turns, 0 below `low`
+    return kept * inv_freq + (1.0 - kept) * inv_freq / rope["factor"]
+
+
+def _yarn(inv_freq: Tensor, rope: Mapping[str, Any], head_dim: int, max_positions: int) -> tuple[Tensor, float]:
+    factor, theta = rope["factor"], rope["rope_theta"]
+    original = rope.get("original_max_position_embeddings") or max_positions
+
+    def dimension(turns: float) -> float:
+        """The (real-valued) index of the frequency that makes this many turns over the original context."""
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = (dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1))
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / max(high - low, 0.001)
+    divided = ramp.clamp(0.0, 1.0)
+
+    def temperature(scale: float, weight: float = 1.0) -> float:
+        return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
+
+    amplitude = rope.get("attention_factor")
+    if amplitude is None:
+        one, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+        amplitude = temperature(factor, one) / temperature(factor, all_dim) if one and all_dim else temperature(factor)
+    return inv_freq * (1.0 - divided) + inv_freq / factor * divided, float(amplitude)
+
+
+class Model(nn.Module):
+    """What every family's model is, beside its wiring: a decoder under ``model``, a head, and what it carries along.
+
+    ``tokenizer`` and ``source`` come from loading (None for a model built from a configuration), ``adapters`` and ``active`` from
+    :mod:`lorarun.lora`.
+    """
+
+    config: Any
+    model: Any
+    lm_head: Linear
+    softcap: float | None = None  # of the head's logits
+    fp16 = True  # whether activations stay below 65,504, the largest float16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokenizer: Any = None
+        self.source: Any = None
+        self.adapters: dict[str, Any] = {}
+        self.active: str | None = None
+        self.clock = Clock()
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.model.embed_tokens.weight.device
+        return device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the residual stream, which the embedding's table decides."""
+        dtype: torch.dtype = self.model.embed_tokens.weight.dtype
+        return dtype
+
+    def tie(self) -> None:
+        """Let the head share the embedding's table where the checkpoint says so."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def hidden_states(
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Any = None,
+        layers: bool = False,
+    ) -> Any:
+        """The final hidden states [batch, seq, hidden] of ids [batch, seq] int64, or with ``layers`` a list: the embeddings,
+        each block's output, and in the last one's place the output of the final norm.
+
+        documents [batch, seq]: the number of the text that a token belongs to, −1 for padding; texts do not see each other.
+        positions [batch or 1, seq]: by default the index inside the text.  cache: see :class:`lorarun.cache.Cache`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is no family")
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits [..., vocab] of hidden states [..., hidden], in their dtype; the soft-cap is taken in fp32."""
+        logits: Tensor = self.lm_head(hidden)
+        if self.softcap is None:
+            return logits
+        capped: Tensor = self.softcap * torch.tanh(logits.float() / self.softcap)
+        return capped.to(logits.dtype)
+
+    def forward(
+        self, ids: Tensor, positions: Tensor | None = None, documents: Tensor | None = None, cache: Any = None
+    ) -> Tensor:
+        """Logits [batch, seq, vocab]; the arguments are those of :meth:`hidden_states`."""
+        return self.head(self.hidden_states(ids, positions, documents, cache))
+
+
+def rotary(
+    q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor], q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rotate q [batch, seq, heads, head_dim] and k [batch, seq, kv_heads, head_dim], normed per head first where norms are given."""
+    cos, sin = tables
+    if q_norm is None or k_norm is None:
+        return rope(q, k, cos, sin)
+    return rope(q, k, cos, sin, q_norm.weight, k_norm.weight, q_norm.eps, q_norm.plus_one)

@@ -1,0 +1,63 @@
+"""What every test may ask for: tiny checkpoints, real checkpoints, and an accelerator when there is one.
+
+Checkpoints stay under `.cache/` between runs, because making or fetching them costs more than the tests that read them.
+Nothing is skipped when they are missing: the fixtures make or fetch what they hand out, or fail.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny as checkpoints
+import torch
+import transformers
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / ".cache"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(2)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    config.addinivalue_line("markers", "gpu: needs an accelerator; deselected where there is none")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    needy = [item for item in items if item.get_closest_marker("gpu")]
+    if needy and not torch.cuda.is_available():
+        config.hook.pytest_deselected(items=needy)
+        items[:] = [item for item in items if item not in needy]
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Callable[[str], Path]:
+    """`tiny(name)` is the folder of that checkpoint of tests/tiny.py, reference included. Read-only."""
+    # Whoever changes the recipes or transformers gets new folders; the old ones stay until .cache is deleted.
+    recipes = hashlib.sha256(Path(checkpoints.__file__).read_bytes()).hexdigest()[:8]
+    out = CACHE / "tiny" / f"transformers-{transformers.__version__}-{recipes}"
+
+    def folder(name: str) -> Path:
+        return out / name if (out / name).is_dir() else checkpoints.make(name, out)
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def real() -> Callable[[str], Path]:
+    """`real(target)` is the folder of that target of scripts/fetch.py, such as "smollm2-135m". Read-only."""
+    out = CACHE / "models"
+    fetched: set[str] = set()
+
+    def folder(target: str) -> Path:
+        if target not in fetched:  # a target that is up to date takes no time, but must be checked once
+            subprocess.run([sys.executable, ROOT / "scripts" / "fetch.py", target, "--out", out], check=True)
+            fetched.add(target)
+        return out / target
+
+    return folder

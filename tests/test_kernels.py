@@ -1,0 +1,213 @@
+"""Each operation against something written by others, or against the plain formula in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from lorarun.kernels import cross_entropy
+from lorarun.kernels.attention import attention, document_starts
+from lorarun.kernels.cross_entropy import linear_cross_entropy
+from lorarun.kernels.gated import ACTIVATIONS, gated
+from lorarun.kernels.lora import dropout, low_rank, philox, philox_rounds
+from lorarun.kernels.rms_norm import rms_norm
+from lorarun.kernels.rope import rope
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("theirs", "plus_one"), [(LlamaRMSNorm, False), (Gemma3RMSNorm, True)])
+def test_rms_norm_equals_transformers_to_the_bit(theirs, plus_one, dtype):
+    x, w = 3 * torch.randn(5, 7, 48).to(dtype), torch.randn(48).to(dtype)
+    norm = theirs(48, eps=1e-6).to(dtype)
+    norm.weight.data.copy_(w)
+    assert torch.equal(rms_norm(x, w, 1e-6, plus_one), norm(x))
+
+
+@pytest.mark.parametrize("plus_one", [False, True])
+def test_rms_norm_gradients(plus_one):
+    x = torch.randn(3, 10, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(10, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-5, plus_one), (x, w))
+
+
+def test_rms_norm_backward_leaves_the_incoming_gradient_alone():
+    """A norm whose backward overwrites the gradient it is given corrupts the residual branch that shares it."""
+    x = torch.randn(4, 16, requires_grad=True)
+    w1, w2 = torch.randn(16), torch.randn(16)
+    y = x + rms_norm(torch.tanh(rms_norm(x, w1, 1e-6)), w2, 1e-6)
+    given = torch.randn_like(y)
+    before = given.clone()
+    first = torch.autograd.grad(y, x, given, retain_graph=True)[0]
+    second = torch.autograd.grad(y, x, given)[0]
+    assert torch.equal(given, before) and torch.equal(first, second)
+
+
+@pytest.mark.parametrize("head_dim", [16, 80])
+def test_rope_equals_transformers(head_dim):
+    q, k = torch.randn(2, 9, 4, head_dim), torch.randn(2, 9, 2, head_dim)
+    angles = torch.rand(2, 9, head_dim // 2) * 100
+    cos, sin = torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin()
+    theirs = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+    ours = rope(q, k, angles.cos(), angles.sin())
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_rope_norms_heads_first():
+    q, k = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8)
+    wq, wk, angles = torch.randn(8), torch.randn(8), torch.rand(1, 5, 4)
+    ours = rope(q, k, angles.cos(), angles.sin(), wq, wk, eps=1e-5, plus_one=True)
+    theirs = rope(rms_norm(q, wq, 1e-5, True), rms_norm(k, wk, 1e-5, True), angles.cos(), angles.sin())
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_gated_follows_the_formula(act):
+    gate = torch.linspace(-4, 4, 4001, dtype=torch.float64, requires_grad=True)
+    up = torch.randn(4001, dtype=torch.float64, requires_grad=True)
+    x = gate
+    formula = {
+        "silu": x / (1 + torch.exp(-x)),
+        "gelu": 0.5 * x * (1 + torch.erf(x / 2**0.5)),
+        "gelu_pytorch_tanh": 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
+    }[act] * up
+    ours = gated(gate, up, act)
+    torch.testing.assert_close(ours, formula, rtol=1e-12, atol=1e-12)
+    upstream = torch.randn_like(ours)
+    for a, b in zip(
+        torch.autograd.grad(ours, (gate, up), upstream), torch.autograd.grad(formula, (gate, up), upstream), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def attention_by_definition(q, k, v, documents, window, softcap, scale):
+    """One query at a time, in float64, from what the contract says in words."""
+    batch, seq, heads, _ = q.shape
+    rows = []
+    for b in range(batch):
+        for h in range(heads):
+            kv = h // (heads // k.shape[2])
+            for i in range(seq):
+                seen = [
+                    j
+                    for j in range(i + 1)
+                    if j > i - window
+                    and (j == i or (documents[b, j] >= 0 and len(set(documents[b, j : i + 1].tolist())) == 1))
+                ]
+                s = torch.stack([(q[b, i, h] * k[b, j, kv]).sum() for j in seen]) * scale
+                if softcap:
+                    s = softcap * torch.tanh(s / softcap)
+                rows.append((s.softmax(0).unsqueeze(1) * torch.stack([v[b, j, kv] for j in seen])).sum(0))
+    return torch.stack(rows).view(batch, heads, seq, -1).transpose(1, 2)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 3, 50])
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_by_definition(packed, window, softcap):
+    q = torch.randn(2, 11, 4, 6, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, 11, 2, 6, dtype=torch.float64, requires_grad=True) for _ in "kv")
+    documents = torch.zeros(2, 11, dtype=torch.int64)
+    if packed:
+        documents[0] = torch.tensor([-1, -1, 0, 0, 0, 0, 1, 1, 2, -1, -1])
+        documents[1] = torch.tensor([5, 5, 5, 5, 5, 4, 4, 4, 4, 5, 5])
+    first = document_starts(documents) if packed else None
+    ours = attention(q, k, v, first, window, softcap, scale=0.3)
+    theirs = attention_by_definition(q, k, v, documents, window or 99, softcap, 0.3)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    upstream = torch.randn_like(ours)
+    for a, b in zip(
+        torch.autograd.grad(ours, (q, k, v), upstream), torch.autograd.grad(theirs, (q, k, v), upstream), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 4])
+def test_attention_of_the_last_queries_alone(window, softcap):
+    q, k, v = torch.randn(2, 13, 4, 8), torch.randn(2, 13, 2, 8), torch.randn(2, 13, 2, 8)
+    documents = torch.tensor([[-1] * 2 + [0] * 11, [0] * 13])
+    first = document_starts(documents)
+    whole = attention(q, k, v, first, window, softcap)
+    for n in (1, 5):
+        part = attention(q[:, -n:], k, v, first[:, -n:], window, softcap)
+        torch.testing.assert_close(part, whole[:, -n:], rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        attention(q[:, -1:], k, v, None, window, softcap), attention(q, k, v, None, window, softcap)[:, -1:], atol=1e-6, rtol=0
+    )
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_cross_entropy_equals_full_logits(monkeypatch, softcap):
+    vocab, dim = 37, 8
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 4 * vocab * 3)  # three rows a chunk
+    hidden = torch.randn(10, dim, dtype=torch.float64, requires_grad=True)
+    weight = (3 * torch.randn(vocab, dim, dtype=torch.float64)).requires_grad_()
+    targets = torch.randint(vocab, (10,))
+    targets[[1, 4, 5, 9]] = -100
+    ours = linear_cross_entropy(hidden, weight, targets, softcap)
+    logits = hidden @ weight.T
+    if softcap:
+        assert logits.abs().max() > 2 * softcap
+        logits = softcap * torch.tanh(logits / softcap)
+    theirs = F.cross_entropy(logits, targets, reduction="none", ignore_index=-100)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert (ours[targets == -100] == 0).all()
+    upstream = torch.randn(10, dtype=torch.float64)  # each row weighted by its own number
+    for a, b in zip(
+        torch.autograd.grad(ours, (hidden, weight), upstream),
+        torch.autograd.grad(theirs, (hidden, weight), upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_cross_entropy_of_no_rows_and_of_16_bits():
+    weight = torch.randn(50, 8, dtype=torch.bfloat16)
+    empty = torch.zeros(0, 8, dtype=torch.bfloat16, requires_grad=True)
+    linear_cross_entropy(empty, weight, torch.zeros(0, dtype=torch.int64)).sum().backward()
+    assert empty.grad.shape == (0, 8)
+    hidden = torch.randn(6, 8, dtype=torch.bfloat16, requires_grad=True)
+    losses = linear_cross_entropy(hidden, weight, torch.randint(50, (6,)))
+    losses.sum().backward()
+    assert losses.dtype == torch.float32 and hidden.grad.dtype == torch.bfloat16
+
+
+def test_philox_gives_the_published_numbers():
+    """Known answers of Random123's philox4x32-10, for a zero and for a π-digit counter and key."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert [int(w) for w in philox_rounds(zero, zero, zero, zero, 0, 0)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    pi = [torch.tensor([w]) for w in (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)]
+    words = philox_rounds(*pi, 0xA4093822, 0x299F31D0)
+    assert [int(w) for w in words] == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+def test_dropout_keeps_its_share_and_its_mean():
+    x = torch.ones(400, 500)
+    y = dropout(x, 0.1, seed=7, stream=3)
+    n = x.numel()
+    sigma = (0.1 * 0.9 / n) ** 0.5
+    assert abs((y == 0).float().mean() - 0.1) < 5 * sigma
+    torch.testing.assert_close(y[y != 0], torch.full_like(y[y != 0], 1 / 0.9))
+    assert torch.equal(y, dropout(x, 0.1, seed=7, stream=3))
+    for seed, stream in ((8, 3), (7, 4)):
+        both = ((y == 0) & (dropout(x, 0.1, seed, stream) == 0)).float().mean()
+        assert abs(both - 0.01) < 5 * (0.01 * 0.99 / n) ** 0.5  # independent masks
+    words = philox(7, 3, 10, torch.device("cpu"))
+    assert torch.equal(words, philox(7, 3, 1000, torch.device("cpu"))[:10])
+
+
+def test_low_rank_casts_down_and_returns_gradients_in_the_masters_dtype():
+    x = torch.randn(3, 16, dtype=torch.bfloat16, requires_grad=True)
+    a, b = torch.randn(4, 16, requires_grad=True), torch.randn(8, 4, requires_grad=True)
+    y = low_rank(x, a, b, 0.5)
+    y.float().sum().backward()
+    assert y.dtype == torch.bfloat16 and a.grad.dtype == b.grad.dtype == torch.float32
+    exact = 0.5 * x.double() @ a.double().T @ b.double().T
+    assert (y.double() - exact).norm() < 2**-7 * exact.norm()  # a few roundings to 8 bits
