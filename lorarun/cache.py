@@ -1,7 +1,7 @@
 """The key/value cache of decoding, for layers that see everything and layers that see a window.
 
-A full layer's keys and values are allocated once, for the whole length; a sliding layer keeps the last ``window − 1``, which is
-all that its next query can see beside itself.
+A full layer's keys and values are allocated once, for the whole length; a sliding layer keeps the last ``window − 1``,
+which is all that its next query can see beside itself.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lorarun.nn import Model
 class Cache:
     """Keys and values of every layer for ``batch`` rows of at most ``length`` tokens.
 
-    ``length`` counts the slots that are filled; a row's padding on the left fills slots too, and ``first`` [batch, 1] is where its
-    text starts (None: at slot 0 in every row).
+    ``length`` counts the slots that are filled; a row's padding on the left fills slots too, and ``first`` [batch, 1]
+    is where its text starts (None: at slot 0 in every row).
     """
 
     def __init__(self, model: Model, batch: int, length: int) -> None:
@@ -61,7 +61,7 @@ class Cache:
 def place(
     ids: Tensor, positions: Tensor | None, documents: Tensor | None, cache: Cache | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Where each token stands: its position [batch or 1, seq] and the first slot of its document [batch, seq] (None: 0).
+    """Where each token stands: its position [batch or 1, seq], and its document's first slot [batch, seq] (None: 0).
 
     ids, documents [batch, seq].  ``positions`` overrides the default, the index inside the document.
     """

@@ -1,10 +1,12 @@
 """Reading ``config.json``: two spellings of the same facts, and a refusal of what is not understood.
 
-transformers 4 wrote ``rope_theta``, ``rope_scaling`` and ``torch_dtype``; transformers 5 writes ``rope_parameters`` (for some
-families one set per kind of layer) and ``dtype``.  Published checkpoints have either, and multimodal ones nest the text model's
-fields in ``text_config``.  Everything is brought into one form here, so that a family file states only what its family is.
+transformers 4 wrote ``rope_theta``, ``rope_scaling`` and ``torch_dtype``; transformers 5 writes ``rope_parameters``
+(for some families one set per kind of layer) and ``dtype``.  Published checkpoints have either, and multimodal ones
+nest the text model's fields in ``text_config``.  Everything is brought into one form here, so that a family file
+states only what its family is.
 
-A field that changes the arithmetic and is not supported is an error that names it; nothing falls back to a default in silence.
+A field that changes the arithmetic and is not supported is an error that names it; nothing falls back to a default in
+silence.
 """
 
 from __future__ import annotations

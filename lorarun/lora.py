@@ -1,8 +1,8 @@
 """Adapters: attach, choose, switch off, list, merge.
 
-Five small functions over a plain model.  ``add_lora`` puts two small matrices beside each projection it is asked for and freezes
-everything else; the others say which adapter runs, or fold it into the weights and out again.  The arithmetic is in
-:class:`lorarun.nn.Linear`; files are the business of :mod:`lorarun.adapter`.
+Five small functions over a plain model.  ``add_lora`` puts two small matrices beside each projection it is asked for
+and freezes everything else; the others say which adapter runs, or fold it into the weights and out again.  The
+arithmetic is in :class:`lorarun.nn.Linear`; files are the business of :mod:`lorarun.adapter`.
 
 Compared with the usual wrappers there is no wrapped model: names, checkpoints and hooks stay what they were.
 """
@@ -65,17 +65,17 @@ def add_lora(
 ) -> Model:
     """Attach a low-rank adapter, make it the active one, freeze all else and switch the model to training mode.
 
-    y = W·x + scale · B·A·drop(x), with A [r, in] uniform in ±1/√in, B [out, r] zero (so the model starts unchanged), and
-    scale = alpha / r, or alpha / √r with ``rslora``.
+    y = W·x + scale · B·A·drop(x), with A [r, in] uniform in ±1/√in, B [out, r] zero (so the model starts unchanged),
+    and scale = alpha / r, or alpha / √r with ``rslora``.
 
-    targets: "all-linear" (the seven projections of every block, never the head); another string is a regular expression that
-    must match a module's whole name; a list has names that a module's name equals or ends in ("q_proj", "mlp.up_proj").
-    layers: only these blocks, numbered from 0.  dropout: probability for elements of the input; one mask serves all projections
-    of one input (PEFT draws one for each).  dtype: of A and B.  seed: for A's values and the dropout masks; without one, A comes
-    from torch's global generator.
+    targets: "all-linear" (the seven projections of every block, never the head); another string is a regular
+    expression that must match a module's whole name; a list has names that a module's name equals or ends in
+    ("q_proj", "mlp.up_proj"). layers: only these blocks, numbered from 0.  dropout: probability for elements of the
+    input; one mask serves all projections of one input (PEFT draws one for each).  dtype: of A and B.  seed: for A's
+    values and the dropout masks; without one, A comes from torch's global generator.
 
-    Returns the model.  Raises ValueError for a target that matches nothing it could attach to, a name that is taken, and for
-    what is not supported: bias, dora, other initialisations, patterns, modules_to_save.
+    Returns the model.  Raises ValueError for a target that matches nothing it could attach to, a name that is taken,
+    and for what is not supported: bias, dora, other initialisations, patterns, modules_to_save.
     """
     _refuse(
         bias=bias, dora=dora, rank_pattern=rank_pattern, alpha_pattern=alpha_pattern, modules_to_save=modules_to_save
@@ -140,7 +140,8 @@ def _refuse(**unsupported: Any) -> None:
 
 
 def find_targets(model: Model, targets: str | list[str], layers: list[int] | None = None) -> list[tuple[str, Linear]]:
-    """The projections that ``targets`` means, with their names, in the model's order; see :func:`add_lora` for the rules."""
+    """The projections that ``targets`` means, with their names, in the model's order; see :func:`add_lora` for the
+    rules."""
     blocks = len(model.model.layers)
     if layers is not None and (not layers or not all(isinstance(i, int) and 0 <= i < blocks for i in layers)):
         raise ValueError(f"layers={layers}: expected numbers of blocks from 0 to {blocks - 1}.")
@@ -227,7 +228,8 @@ def delta(linear: Linear, name: str) -> Tensor:
 def merge(model: Model) -> None:
     """Fold the active adapter into the weights: W ← W + scale · B·A, added in fp32 and rounded once.
 
-    Calling it again changes nothing.  The weights before are kept in host memory, so that :func:`unmerge` restores every bit.
+    Calling it again changes nothing.  The weights before are kept in host memory, so that :func:`unmerge` restores
+    every bit.
     """
     if model.active is None:
         raise ValueError("merge: no adapter is active; attach one with add_lora or load_adapter.")

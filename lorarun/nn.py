@@ -1,9 +1,9 @@
 """The parts a decoder is wired from: projections that can carry adapters, norms, embedding, rotary tables.
 
-A ``Linear`` here is what ``torch.nn.Linear`` is, plus named low-rank adapters inside it, none by default.  The usual way wraps
-every projection in an adapter class and renames its weight; then a model with adapters is another model than one without, and
-checkpoints need translation.  Here ``weight`` stays ``weight`` and an adapter is two more parameters below the same module,
-named as PEFT names them (``lora_A.<adapter>.weight``).
+A ``Linear`` here is what ``torch.nn.Linear`` is, plus named low-rank adapters inside it, none by default.  The usual
+way wraps every projection in an adapter class and renames its weight; then a model with adapters is another model
+than one without, and checkpoints need translation.  Here ``weight`` stays ``weight`` and an adapter is two more
+parameters below the same module, named as PEFT names them (``lora_A.<adapter>.weight``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Clock:
 class Adapter:
     """What one adapter of one projection is, besides its two matrices.
 
-    ``stream`` numbers the input that dropout is applied to; projections that share an input share it, and so their mask.
+    ``stream`` numbers the input that dropout is applied to; projections that share an input share it, and so their
+    mask.
     """
 
     rank: int
@@ -60,8 +61,8 @@ class Linear(nn.Module):
     """y = x · Wᵀ + b, plus the update of the active adapter.
 
     ``weight`` [out, in]; ``bias`` [out] or None.  The products run in the dtype of ``weight`` (torch.autocast decides
-    otherwise where it is on); the result has the dtype of ``x``.  Adapter matrices may be wider (fp32 by default): they are cast
-    for the product, and their gradients arrive in their own dtype.
+    otherwise where it is on); the result has the dtype of ``x``.  Adapter matrices may be wider (fp32 by default):
+    they are cast for the product, and their gradients arrive in their own dtype.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
@@ -147,8 +148,8 @@ class Embedding(nn.Module):
 class Rotary:
     """Cosine and sine tables of rotary embedding, with the scalings that published checkpoints use.
 
-    A plain object, not a module: its fp32 frequencies must survive a cast of the model, and come from the configuration, never
-    from a checkpoint.  ``rope`` is what :func:`lorarun.config.rope_parameters` returns.
+    A plain object, not a module: its fp32 frequencies must survive a cast of the model, and come from the
+    configuration, never from a checkpoint.  ``rope`` is what :func:`lorarun.config.rope_parameters` returns.
     """
 
     def __init__(self, head_dim: int, rope: Mapping[str, Any], max_positions: int) -> None:
@@ -174,8 +175,8 @@ def frequencies(
     """The angles per position, fp32 [head_dim / 2], and the factor on cosine and sine.
 
     default: theta^(−2i/d).  linear: positions divided by ``factor``.  dynamic: a larger theta once ``length`` passes
-    max_positions ("NTK-aware" scaling).  llama3: wavelengths beyond the original context divided by ``factor``, a blend between.
-    yarn: arXiv:2309.00071, sections 3.2 to 3.4.
+    max_positions ("NTK-aware" scaling).  llama3: wavelengths beyond the original context divided by ``factor``, a
+    blend between. yarn: arXiv:2309.00071, sections 3.2 to 3.4.
     """
     kind, theta = rope["rope_type"], rope["rope_theta"]
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
@@ -228,8 +229,8 @@ def _yarn(inv_freq: Tensor, rope: Mapping[str, Any], head_dim: int, max_position
 class Model(nn.Module):
     """What every family's model is, beside its wiring: a decoder under ``model``, a head, and what it carries along.
 
-    ``tokenizer`` and ``source`` come from loading (None for a model built from a configuration), ``adapters`` and ``active`` from
-    :mod:`lorarun.lora`.
+    ``tokenizer`` and ``source`` come from loading (None for a model built from a configuration), ``adapters`` and
+    ``active`` from :mod:`lorarun.lora`.
     """
 
     config: Any
@@ -270,11 +271,12 @@ class Model(nn.Module):
         cache: Any = None,
         layers: bool = False,
     ) -> Any:
-        """The final hidden states [batch, seq, hidden] of ids [batch, seq] int64, or with ``layers`` a list: the embeddings,
-        each block's output, and in the last one's place the output of the final norm.
+        """The final hidden states [batch, seq, hidden] of ids [batch, seq] int64, or with ``layers`` a list: the
+        embeddings, each block's output, and in the last one's place the output of the final norm.
 
-        documents [batch, seq]: the number of the text that a token belongs to, −1 for padding; texts do not see each other.
-        positions [batch or 1, seq]: by default the index inside the text.  cache: see :class:`lorarun.cache.Cache`.
+        documents [batch, seq]: the number of the text that a token belongs to, −1 for padding; texts do not see each
+        other. positions [batch or 1, seq]: by default the index inside the text.  cache: see
+        :class:`lorarun.cache.Cache`.
         """
         raise NotImplementedError(f"{type(self).__name__} is no family")
 
@@ -296,7 +298,8 @@ class Model(nn.Module):
 def rotary(
     q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor], q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Rotate q [batch, seq, heads, head_dim] and k [batch, seq, kv_heads, head_dim], normed per head first where norms are given."""
+    """Rotate q [batch, seq, heads, head_dim] and k [batch, seq, kv_heads, head_dim], normed per head first where
+    norms are given."""
     cos, sin = tables
     if q_norm is None or k_norm is None:
         return rope(q, k, cos, sin)

@@ -18,7 +18,8 @@ def project(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
 
 
 def gated_mlp(h: Tensor, gate: Linear, up: Linear, down: Linear, act: str, residual: Tensor | None = None) -> Tensor:
-    """down(act(gate(h)) · up(h)), plus ``residual`` where the call closes a block.  h, residual [batch, seq, hidden]."""
+    """down(act(gate(h)) · up(h)), plus ``residual`` where the call closes a block.  h, residual [batch, seq,
+    hidden]."""
     opened, raised = project(h, gate, up)
     y: Tensor = down(gated(opened, raised, act))
     return y if residual is None else residual + y

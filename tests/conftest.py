@@ -17,6 +17,8 @@ import tiny as checkpoints
 import torch
 import transformers
 
+from lorarun.kernels.backend import INTERPRETED
+
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
 
@@ -26,13 +28,28 @@ def pytest_configure(config: pytest.Config) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     config.addinivalue_line("markers", "gpu: needs an accelerator; deselected where there is none")
+    config.addinivalue_line("markers", "kernel: runs a Triton kernel, on an accelerator or under TRITON_INTERPRET=1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    needy = [item for item in items if item.get_closest_marker("gpu")]
-    if needy and not torch.cuda.is_available():
-        config.hook.pytest_deselected(items=needy)
-        items[:] = [item for item in items if item not in needy]
+    accelerated = torch.accelerator.is_available()
+
+    def runs(item: pytest.Item) -> bool:
+        if item.get_closest_marker("gpu"):
+            return accelerated
+        if item.get_closest_marker("kernel"):
+            return accelerated or INTERPRETED
+        return not INTERPRETED  # an interpreted run is for the kernels alone: everything else would take hours
+
+    if needless := [item for item in items if not runs(item)]:
+        config.hook.pytest_deselected(items=needless)
+        items[:] = [item for item in items if runs(item)]
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels run: the accelerator, else the CPU under Triton's interpreter."""
+    return torch.device(torch.accelerator.current_accelerator() or "cpu")
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,11 @@
 
     z = cap(W·h),   loss = logsumexp(z) − z[target]
 
-For a vocabulary of 128,256 the fp32 logits of 8,192 tokens are 4 GiB, more than an NF4 model of 8 billion weights.  Rows are
-taken in chunks instead.  The gradient of a row's loss with respect to its own hidden state needs only that row, so it is made on
-the way forward, while the chunk's logits are there, and scaled by the upstream gradient on the way back: two products with the
-head, not three.  A trained head cannot be served like that (its gradient sums rows that are weighted by the upstream gradient)
-and recomputes the chunks on the way back.
+For a vocabulary of 128,256 the fp32 logits of 8,192 tokens are 4 GiB, more than an NF4 model of 8 billion weights.
+Rows are taken in chunks instead.  The gradient of a row's loss with respect to its own hidden state needs only that
+row, so it is made on the way forward, while the chunk's logits are there, and scaled by the upstream gradient on the
+way back: two products with the head, not three.  A trained head cannot be served like that (its gradient sums rows
+that are weighted by the upstream gradient) and recomputes the chunks on the way back.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
     """The loss of each row, without ever holding the logits of all rows.
 
-    hidden [rows, dim]; weight [vocab, dim]; targets [rows] int64, −100 for a row without a target (its loss and gradient are
-    exactly 0); softcap caps the logits as Gemma 2 does.  Returns [rows] in fp32 (fp64 for fp64 input).
+    hidden [rows, dim]; weight [vocab, dim]; targets [rows] int64, −100 for a row without a target (its loss and
+    gradient are exactly 0); softcap caps the logits as Gemma 2 does.  Returns [rows] in fp32 (fp64 for fp64 input).
     """
     losses: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, softcap)  # type: ignore[no-untyped-call]
     return losses

@@ -1,7 +1,7 @@
 """The gated activation of an MLP: act(gate) · up  (Shazeer 2020, arXiv:2002.05202: SwiGLU and GeGLU).
 
-Three activations occur in the families here.  ``gelu_pytorch_tanh`` is the tanh approximation that Gemma was trained with;
-``gelu`` is the exact one.  They differ by up to 5e-4, so a name is never replaced by another.
+Three activations occur in the families here.  ``gelu_pytorch_tanh`` is the tanh approximation that Gemma was trained
+with; ``gelu`` is the exact one.  They differ by up to 5e-4, so a name is never replaced by another.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     Δy = scale · drop(x) · Aᵀ · Bᵀ                     (Hu et al. 2021, arXiv:2106.09685, section 4.1)
 
-Dropout masks are not drawn from a generator's state but computed: whether element e of an input is kept is a function of
-(seed, stream, e) through Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").  So a mask needs no
-storage, a recomputed forward draws the same one, and a kernel that holds any tile of the input can draw its part.
+Dropout masks are not drawn from a generator's state but computed: whether element e of an input is kept is a function
+of (seed, stream, e) through Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").  So a
+mask needs no storage, a recomputed forward draws the same one, and a kernel that holds any tile of the input can draw
+its part.
 """
 
 from __future__ import annotations

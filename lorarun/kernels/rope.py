@@ -2,8 +2,9 @@
 
     (x₁, x₂) → (x₁·cos − x₂·sin, x₂·cos + x₁·sin)      (Su et al. 2021, arXiv:2104.09864, eq. 34)
 
-where x₁ and x₂ are the halves of a head (Hugging Face's layout, not the interleaved one of the paper).  Angles and products
-are fp32 and rounded once, which is closer to exact than the usual way of rounding the tables to 16 bits first.
+where x₁ and x₂ are the halves of a head (Hugging Face's layout, not the interleaved one of the paper).  Angles and
+products are fp32 and rounded once, which is closer to exact than the usual way of rounding the tables to 16 bits
+first.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ def rope(
 ) -> tuple[Tensor, Tensor]:
     """Normalise the heads of q and k where weights are given, then rotate them.
 
-    q [batch, seq, heads, head_dim], k [batch, seq, kv_heads, head_dim]; cos, sin [batch or 1, seq, head_dim / 2] fp32;
-    q_weight, k_weight [head_dim] are the scales of an RMSNorm over each head.  Returns both in their own dtype and shape.
+    q [batch, seq, heads, head_dim], k [batch, seq, kv_heads, head_dim]; cos, sin [batch or 1, seq, head_dim / 2]
+    fp32; q_weight, k_weight [head_dim] are the scales of an RMSNorm over each head.  Returns both in their own dtype
+    and shape.
     """
     if q_weight is not None and k_weight is not None:
         q, k = (rms_norm(q, q_weight, eps, plus_one), rms_norm(k, k_weight, eps, plus_one))

@@ -31,7 +31,8 @@ def build_model(raw: Mapping[str, Any]) -> Model:
     kind = fields.get("model_type")
     if kind not in FAMILIES or (raw.get("model_type") not in FAMILIES and raw.get("model_type") != "gemma3"):
         raise ValueError(
-            f"model_type {raw.get('model_type')!r} is not supported; supported are {', '.join(FAMILIES)}, and gemma3's text model."
+            f"model_type {raw.get('model_type')!r} is not supported; supported are {', '.join(FAMILIES)}, "
+            "and gemma3's text model."
         )
     config, family = FAMILIES[kind]
     model: Model = family(config.from_dict(fields))

@@ -1,11 +1,12 @@
 """Gemma, Gemma 2 and the text model of Gemma 3.
 
-What differs from Llama: norms multiply by 1 + w; embeddings are scaled by √hidden_size; the MLP is GeGLU; the head is tied.
-Gemma 2 and 3 norm the output of attention and MLP before it joins the stream, scale queries by their own number, and give some
-layers a sliding window.  Gemma 2 caps attention scores and logits.  Gemma 3 norms the heads of q and k instead, and its sliding
-layers have a rotary base of their own.
+What differs from Llama: norms multiply by 1 + w; embeddings are scaled by √hidden_size; the MLP is GeGLU; the head is
+tied. Gemma 2 and 3 norm the output of attention and MLP before it joins the stream, scale queries by their own
+number, and give some layers a sliding window.  Gemma 2 caps attention scores and logits.  Gemma 3 norms the heads of
+q and k instead, and its sliding layers have a rotary base of their own.
 
-Shapes: B batch, T tokens, D hidden_size, F intermediate_size, H query heads, K key-value heads, E head_dim, V vocabulary.
+Shapes: B batch, T tokens, D hidden_size, F intermediate_size, H query heads, K key-value heads, E head_dim, V
+vocabulary.
 """
 
 from __future__ import annotations

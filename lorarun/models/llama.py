@@ -1,9 +1,11 @@
 """Llama 2, 3, 3.1, 3.2, 3.3, their relatives of model_type ``llama`` (SmolLM2, Yi, TinyLlama …), and Mistral.
 
-The decoder that the other families vary: pre-norm blocks, rotary positions, grouped key-value heads, SwiGLU.  What differs
-between checkpoints of this family is in ``Config``: biases, tied head, rotary scaling, and Mistral's sliding window.
+The decoder that the other families vary: pre-norm blocks, rotary positions, grouped key-value heads, SwiGLU.  What
+differs between checkpoints of this family is in ``Config``: biases, tied head, rotary scaling, and Mistral's sliding
+window.
 
-Shapes: B batch, T tokens, D hidden_size, F intermediate_size, H query heads, K key-value heads, E head_dim, V vocabulary.
+Shapes: B batch, T tokens, D hidden_size, F intermediate_size, H query heads, K key-value heads, E head_dim, V
+vocabulary.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Qwen2, Qwen2.5 and Qwen3 (dense).
 
-What differs from Llama: Qwen2 has biases on q, k and v and none on o; Qwen3 has none by default, but norms every head of q and
-k before the rotation, and its head_dim is its own.  Both may give their upper layers a sliding window.
+What differs from Llama: Qwen2 has biases on q, k and v and none on o; Qwen3 has none by default, but norms every head
+of q and k before the rotation, and its head_dim is its own.  Both may give their upper layers a sliding window.
 
-Shapes: B batch, T tokens, D hidden_size, F intermediate_size, H query heads, K key-value heads, E head_dim, V vocabulary.
+Shapes: B batch, T tokens, D hidden_size, F intermediate_size, H query heads, K key-value heads, E head_dim, V
+vocabulary.
 """
 
 from __future__ import annotations

@@ -139,7 +139,10 @@ def test_attention_of_the_last_queries_alone(window, softcap):
         part = attention(q[:, -n:], k, v, first[:, -n:], window, softcap)
         torch.testing.assert_close(part, whole[:, -n:], rtol=0, atol=1e-6)
     torch.testing.assert_close(
-        attention(q[:, -1:], k, v, None, window, softcap), attention(q, k, v, None, window, softcap)[:, -1:], atol=1e-6, rtol=0
+        attention(q[:, -1:], k, v, None, window, softcap),
+        attention(q, k, v, None, window, softcap)[:, -1:],
+        atol=1e-6,
+        rtol=0,
     )
 
 
@@ -182,7 +185,12 @@ def test_cross_entropy_of_no_rows_and_of_16_bits():
 def test_philox_gives_the_published_numbers():
     """Known answers of Random123's philox4x32-10, for a zero and for a π-digit counter and key."""
     zero = torch.zeros(1, dtype=torch.int64)
-    assert [int(w) for w in philox_rounds(zero, zero, zero, zero, 0, 0)] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert [int(w) for w in philox_rounds(zero, zero, zero, zero, 0, 0)] == [
+        0x6627E8D5,
+        0xE169C58D,
+        0xBC57AC4C,
+        0x9B00DBD8,
+    ]
     pi = [torch.tensor([w]) for w in (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)]
     words = philox_rounds(*pi, 0xA4093822, 0x299F31D0)
     assert [int(w) for w in words] == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]

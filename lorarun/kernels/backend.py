@@ -1,0 +1,70 @@
+"""Which implementation serves a call: Triton on a GPU or under its interpreter, the plain-PyTorch reference elsewhere.
+
+The one place that imports Triton, and the one place that decides.  Triton does not exist on every platform and costs
+import time, so it is loaded where this build of torch has an accelerator, or where ``TRITON_INTERPRET=1`` asks for the
+interpreter; elsewhere a stand-in lets kernel files be read and imported all the same.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class _Absent:
+    """Stands in for ``triton`` and ``triton.language`` while kernels are defined; none of them can be launched."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda value=None, **options: value if value is not None else lambda function: function
+
+
+triton: Any = _Absent()
+tl: Any = _Absent()
+HAS_TRITON = False
+if INTERPRETED or torch.accelerator.current_accelerator() is not None:
+    try:
+        import triton  # noqa: F401
+        import triton.language as tl  # noqa: F401
+
+        HAS_TRITON = True
+    except ImportError:  # macOS, or a build without it
+        pass
+
+_forced = False
+
+
+@contextmanager
+def reference() -> Iterator[None]:
+    """Run the plain-PyTorch reference of every operation inside a ``with`` block.
+
+    It counts where an operation is called: a backward pass takes the path that its forward took.
+    """
+    global _forced
+    before, _forced = _forced, True
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def runs_triton(x: Tensor) -> bool:
+    """Whether a Triton kernel serves a call on ``x``, where the reference is not forced."""
+    return HAS_TRITON and not _forced and (INTERPRETED or x.device.type in ("cuda", "xpu"))
+
+
+def why(device: torch.device) -> str:
+    """The same decision in words, for reports."""
+    if _forced:
+        return "torch reference: it was asked for"
+    if not HAS_TRITON:
+        return "torch reference: no Triton here"
+    if INTERPRETED:
+        return "Triton's interpreter: TRITON_INTERPRET=1"
+    return "Triton" if device.type in ("cuda", "xpu") else f"torch reference: Triton does not serve {device.type}"
