@@ -1,12 +1,15 @@
 """The head and the cross-entropy in one operation, so that full logits never exist.
 
-    z = cap(W·h),   loss = logsumexp(z) − z[target]
+    z = cap(scale · W·h),   loss = logsumexp(z) − z[target]
 
 For a vocabulary of 128,256 the fp32 logits of 8,192 tokens are 4 GiB, more than an NF4 model of 8 billion weights.
 Rows are taken in chunks instead.  The gradient of a row's loss with respect to its own hidden state needs only that
 row, so it is made on the way forward, while the chunk's logits are there, and scaled by the upstream gradient on the
 way back: two products with the head, not three.  A trained head cannot be served like that (its gradient sums rows
 that are weighted by the upstream gradient) and recomputes the chunks on the way back.
+
+The kernel reads a row of logits twice, the second time from L2, and writes the gradient over it: 4 bytes an element of
+device memory where the two products with the head cost 16 · dim operations.
 """
 
 from __future__ import annotations
@@ -17,50 +20,125 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lorarun.kernels.backend import runs_triton, tl, triton
+
 IGNORE = -100
-CHUNK_BYTES = 128 * 2**20  # of fp32 logits in one chunk
+CHUNK_BYTES = 512 * 2**20  # of one chunk's logits
+BLOCK = 4096
 
 
-def _logits(hidden: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
+def logits_reference(hidden: Tensor, weight: Tensor, softcap: float | None, scale: float) -> Tensor:
     """Capped logits [rows, vocab] in fp32 (fp64 for fp64 input)."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    z = torch.nn.functional.linear(hidden, weight).to(wide)
+    z = torch.nn.functional.linear(hidden, weight).to(torch.promote_types(hidden.dtype, torch.float32)) * scale
     return z if softcap is None else softcap * torch.tanh(z / softcap)
 
 
-def _gradient(z: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
-    """d loss / d raw logits, [rows, vocab]; rows without a target are zero."""
+def gradient_reference(z: Tensor, targets: Tensor, softcap: float | None, scale: float) -> Tensor:
+    """d loss / d raw logits, [rows, vocab], from capped logits; rows without a target are zero."""
     grad = z.softmax(dim=-1)
     rows = torch.arange(len(targets), device=z.device)
     grad[rows, targets.clamp(min=0)] -= 1.0
     if softcap is not None:
         grad *= 1.0 - (z / softcap).square()
-    return grad * (targets != IGNORE).unsqueeze(-1)
+    return grad * ((targets != IGNORE).unsqueeze(-1) * scale)
+
+
+def loss_reference(z: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each row [rows] from capped logits; 0 without a target."""
+    picked = z.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return torch.where(targets != IGNORE, z.logsumexp(dim=-1) - picked, 0.0)
+
+
+@triton.jit
+def _capped(b_z, scale, cap, CAP: tl.constexpr):
+    """cap · tanh(scale · z / cap) in fp32; the exponential form of tanh overflows on neither side."""
+    b_z = b_z.to(tl.float32) * scale
+    if CAP:
+        b_z = cap * (2.0 / (1.0 + tl.exp(-2.0 * (b_z / cap))) - 1.0)
+    return b_z
+
+
+@triton.jit
+def _loss(
+    p_z, p_target, p_loss, vocab, scale, cap, IGNORE: tl.constexpr, CAP: tl.constexpr, GRAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row: its loss, and with GRAD the gradient of its logits written over them."""
+    row = tl.program_id(0).to(tl.int64)
+    p_row = p_z + row * vocab
+    target = tl.load(p_target + row)
+    o_v = tl.arange(0, BLOCK)
+    if target == IGNORE:
+        tl.store(p_loss + row, 0.0)
+        if GRAD:
+            for at in range(0, vocab, BLOCK):
+                tl.store(p_row + at + o_v, tl.zeros([BLOCK], p_z.dtype.element_ty), mask=at + o_v < vocab)
+    else:
+        top, total = -float("inf"), 0.0
+        for at in range(0, vocab, BLOCK):
+            m_v = at + o_v < vocab
+            b_z = _capped(tl.load(p_row + at + o_v, mask=m_v, other=0.0), scale, cap, CAP)
+            b_z = tl.where(m_v, b_z, -float("inf"))
+            higher = tl.maximum(top, tl.max(b_z, axis=0))
+            total = total * tl.exp(top - higher) + tl.sum(tl.exp(b_z - higher), axis=0)
+            top = higher
+        lse = top + tl.log(total)
+        tl.store(p_loss + row, lse - _capped(tl.load(p_row + target), scale, cap, CAP))
+        if GRAD:
+            for at in range(0, vocab, BLOCK):
+                m_v = at + o_v < vocab
+                b_z = _capped(tl.load(p_row + at + o_v, mask=m_v, other=0.0), scale, cap, CAP)
+                b_g = (tl.exp(b_z - lse) - tl.where(at + o_v == target, 1.0, 0.0)) * scale
+                if CAP:
+                    b_g *= 1.0 - (b_z / cap) * (b_z / cap)
+                tl.store(p_row + at + o_v, b_g.to(p_z.dtype.element_ty), mask=m_v)
+
+
+def _chunk(
+    hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, scale: float, fused: bool, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Losses [rows], and with ``gradient`` d loss / d logits [rows, vocab] in the dtype of ``hidden``."""
+    if not fused:
+        z = logits_reference(hidden, weight, softcap, scale)
+        grad = gradient_reference(z, targets, softcap, scale).to(hidden.dtype) if gradient else None
+        return loss_reference(z, targets), grad
+    z = torch.nn.functional.linear(hidden, weight)
+    losses = torch.empty(len(z), dtype=torch.float32, device=z.device)
+    _loss[(len(z),)](
+        z, targets, losses, z.shape[1], scale, softcap or 1.0,
+        IGNORE=IGNORE, CAP=softcap is not None, GRAD=gradient, BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
+    return losses, z if gradient else None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """Saves d hidden; for a trained head also hidden, weight and targets."""
+
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, scale: float
+    ) -> Tensor:
+        fused = runs_triton(hidden) and hidden.dtype != torch.float64
         ctx.weight_dtype, weight = weight.dtype, weight.to(hidden.dtype)
-        rows = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
-        losses = torch.zeros(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+        rows = max(1, CHUNK_BYTES // (hidden.element_size() * weight.shape[0]))
+        rows = rows // 128 * 128 or rows  # whole tiles of the product
+        losses = torch.empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
         dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for at in range(0, len(hidden), rows):
             part = slice(at, at + rows)
-            z = _logits(hidden[part], weight, softcap)
-            target = targets[part]
-            picked = z.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1)
-            losses[part] = torch.where(target != IGNORE, z.logsumexp(dim=-1) - picked, 0.0)
+            losses[part], grad = _chunk(
+                hidden[part], weight, targets[part], softcap, scale, fused, gradient=dhidden is not None
+            )
             if dhidden is not None:
-                grad = _gradient(z, target, softcap).to(hidden.dtype)
-                dhidden[part] = grad @ weight
-        ctx.softcap, ctx.rows = softcap, rows
+                torch.mm(grad, weight, out=dhidden[part])
+            del grad
+        ctx.softcap, ctx.scale, ctx.rows, ctx.fused = softcap, scale, rows, fused
         ctx.save_for_backward(dhidden, *((hidden, weight, targets) if ctx.needs_input_grad[1] else ()))
         return losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
         dhidden, *rest = ctx.saved_tensors
         if dhidden is not None:
             dhidden = (dhidden * upstream.unsqueeze(-1)).to(dhidden.dtype)
@@ -70,18 +148,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dweight = torch.zeros_like(weight, dtype=upstream.dtype)
             for at in range(0, len(hidden), ctx.rows):
                 part = slice(at, at + ctx.rows)
-                grad = _gradient(_logits(hidden[part], weight, ctx.softcap), targets[part], ctx.softcap)
-                grad = (grad * upstream[part].unsqueeze(-1)).to(hidden.dtype)
-                dweight += grad.T @ hidden[part]
+                _, grad = _chunk(hidden[part], weight, targets[part], ctx.softcap, ctx.scale, ctx.fused, gradient=True)
+                assert grad is not None
+                dweight += (grad * upstream[part].unsqueeze(-1).to(grad.dtype)).T @ hidden[part]
+                del grad
             dweight = dweight.to(ctx.weight_dtype)
-        return dhidden, dweight, None, None
+        return dhidden, dweight, None, None, None
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None, scale: float = 1.0
+) -> Tensor:
     """The loss of each row, without ever holding the logits of all rows.
 
     hidden [rows, dim]; weight [vocab, dim]; targets [rows] int64, −100 for a row without a target (its loss and
-    gradient are exactly 0); softcap caps the logits as Gemma 2 does.  Returns [rows] in fp32 (fp64 for fp64 input).
+    gradient are exactly 0); ``scale`` multiplies the logits, then ``softcap`` caps them as Gemma 2 does.  Returns
+    [rows] in fp32 (fp64 for fp64 input).  Without gradients no gradient is made.  Extra memory: one chunk of logits
+    in the dtype of ``hidden`` (512 MiB at the most).
     """
-    losses: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, softcap)  # type: ignore[no-untyped-call]
+    losses: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, softcap, scale)  # type: ignore[no-untyped-call]
     return losses
