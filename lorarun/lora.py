@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lorarun.nn import Adapter, Linear, Model
+from lorarun.quant.store import Store
 
 # The projections of a block, by the input they read.  Those that share an input share its dropout mask.
 INPUTS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1, "gate_proj": 2, "up_proj": 2, "down_proj": 3}
@@ -88,11 +89,9 @@ def add_lora(
         raise ValueError(f"add_lora: dropout is {dropout}; expected a probability from 0 up to, not including, 1.")
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"add_lora: dtype is {dtype!r}; expected a floating-point torch.dtype.")
-    if not name or "." in name:
-        raise ValueError(f"add_lora: name is {name!r}; expected a non-empty name without dots.")
-    if name in model.adapters:
-        raise ValueError(f"add_lora: there is an adapter named {name!r} already; choose another name=.")
-    _check_not_merged(model, "add_lora")
+    if not (isinstance(alpha, int | float) and 0.0 < alpha < math.inf):
+        raise ValueError(f"add_lora: alpha is {alpha!r}; expected a number above 0.")
+    check_new(model, name, "add_lora")
     wanted = targets if isinstance(targets, str) else list(targets)
     blocks = [layers] if isinstance(layers, int) else None if layers is None else sorted(set(layers))
     linears = find_targets(model, wanted, blocks)
@@ -101,11 +100,11 @@ def add_lora(
 
     def factors(linear: Linear) -> tuple[Tensor, Tensor]:
         bound = 1.0 / math.sqrt(linear.in_features)
-        a = torch.empty(r, linear.in_features).uniform_(-bound, bound, generator=generator)
-        return a, torch.zeros(linear.out_features, r)
+        a = torch.empty(r, linear.in_features, dtype=torch.float32, device="cpu")
+        return a.uniform_(-bound, bound, generator=generator), torch.zeros(linear.out_features, r, device="cpu")
 
     attach(model, name, lora, ((path, linear, *factors(linear)) for path, linear in linears), dtype)
-    return model
+    return model.train()
 
 
 def attach(
@@ -124,13 +123,20 @@ def attach(
         linear.attach(name, adapter, a, b)
     model.adapters[name] = lora
     use_adapter(model, name)
-    model.train()
+
+
+def check_new(model: Model, name: str, call: str) -> None:
+    """Raise ValueError unless an adapter of this name can be attached now; ``call`` is who asks."""
+    if not name or "." in name or hasattr(nn.ModuleDict(), name):  # the last: a module's own attribute, as "train"
+        raise ValueError(f"{call}: name is {name!r}; expected a name without dots that no torch module has itself.")
+    if name in model.adapters:
+        raise ValueError(f"{call}: there is an adapter named {name!r} already; choose another name=.")
+    _check_not_merged(model, call)
 
 
 def _stream(path: str) -> int:
     """A number for the input that a projection reads: block × 4 + which of the block's four inputs."""
-    block = re.search(r"\.layers\.(\d+)\.", f".{path}")
-    return (int(block[1]) if block else 0) * 4 + INPUTS[path.rpartition(".")[2]]
+    return (block_of(path) or 0) * 4 + INPUTS[path.rpartition(".")[2]]
 
 
 def _refuse(**unsupported: Any) -> None:
@@ -145,20 +151,14 @@ def find_targets(model: Model, targets: str | list[str], layers: list[int] | Non
     blocks = len(model.model.layers)
     if layers is not None and (not layers or not all(isinstance(i, int) and 0 <= i < blocks for i in layers)):
         raise ValueError(f"layers={layers}: expected numbers of blocks from 0 to {blocks - 1}.")
-    modules = {path: module for path, module in model.named_modules() if path and "lora_" not in path}
-    if targets == "all-linear":
-        matched = {path: "" for path in modules if path.rpartition(".")[2] in INPUTS}
-    elif isinstance(targets, str):
-        try:
-            pattern = re.compile(targets)
-        except re.error as error:
-            raise ValueError(f"targets={targets!r} is not a regular expression: {error}.") from None
-        matched = {path: targets for path in modules if pattern.fullmatch(path)}
-    else:
-        matched = {path: t for path in modules for t in targets if path == t or path.endswith(f".{t}")}
-    names = sorted(INPUTS)
+    modules = {
+        path: module
+        for path, module in model.named_modules()
+        if path and "lora_" not in path and not isinstance(module, Store)
+    }
+    matched = [path for path in modules if selects(targets, path)]
     if not matched:
-        raise ValueError(f"targets={targets!r} match no module; projections are named {', '.join(names)}.")
+        raise ValueError(f"targets={targets!r} match no module; projections are named {', '.join(sorted(INPUTS))}.")
     head = [path for path in matched if path in ("lm_head", "model.embed_tokens")]
     if head:
         raise ValueError(
@@ -168,13 +168,31 @@ def find_targets(model: Model, targets: str | list[str], layers: list[int] | Non
     if wrong:
         shown = ", ".join(f"{path} ({type(modules[path]).__name__})" for path in wrong[:3])
         raise ValueError(f"targets={targets!r} match {len(wrong)} modules that are no projections, such as {shown}.")
-    if not isinstance(targets, str) and (unmatched := sorted(set(targets) - set(matched.values()))):
-        warnings.warn(f"targets {', '.join(unmatched)} match no module of this model.", stacklevel=3)
-    if layers is not None:
-        matched = {path: t for path, t in matched.items() if int(path.split(".layers.")[1].split(".")[0]) in layers}
-        if not matched:
-            raise ValueError(f"targets={targets!r} match no module of layers {layers}.")
-    return [(path, module) for path, module in modules.items() if path in matched and isinstance(module, Linear)]
+    if not isinstance(targets, str):
+        if unmatched := [target for target in targets if not any(selects([target], path) for path in matched)]:
+            warnings.warn(f"targets {', '.join(unmatched)} match no module of this model.", stacklevel=3)
+    chosen = [path for path in matched if layers is None or block_of(path) in layers]
+    if not chosen:
+        raise ValueError(f"targets={targets!r} match no module of layers {layers}.")
+    return [(path, module) for path in chosen if isinstance(module := modules[path], Linear)]
+
+
+def selects(targets: str | list[str], path: str) -> bool:
+    """Whether ``targets`` means the module of this name; the rules are PEFT's, see :func:`add_lora`."""
+    if targets == "all-linear":
+        return path.rpartition(".")[2] in INPUTS
+    if isinstance(targets, str):
+        try:
+            return re.fullmatch(targets, path) is not None
+        except re.error as error:
+            raise ValueError(f"targets={targets!r} is not a regular expression: {error}.") from None
+    return any(path == target or path.endswith(f".{target}") for target in targets)
+
+
+def block_of(path: str) -> int | None:
+    """The number of the block that a module belongs to, None outside the blocks."""
+    found = re.search(r"\.layers\.(\d+)\.", f".{path}")
+    return int(found[1]) if found else None
 
 
 def linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
@@ -197,16 +215,25 @@ def use_adapter(model: Model, name: str | None) -> None:
 
 @contextmanager
 def adapters_disabled(model: Model) -> Iterator[None]:
-    """Run the base model alone inside a ``with`` block, whatever happens in it."""
+    """Run the base model alone inside a ``with`` block; afterwards all is as before, whatever happened in it."""
     _check_not_merged(model, "adapters_disabled")
-    switched = [(linear, linear.active) for _, linear in linears(model)]
+    active, carriers = model.active, [linear for _, linear in linears(model)]
+    running = [linear.active for linear in carriers]
+    factors = [factor for linear in carriers for each in linear.adapters for factor in linear.factors(each)]
+    trained = [factor.requires_grad for factor in factors]
     try:
-        for linear, _ in switched:
+        model.active = None
+        for linear in carriers:
             linear.active = None
         yield
     finally:
-        for linear, active in switched:
-            linear.active = active
+        model.active = active
+        for _, linear in linears(model):
+            linear.active = None  # also what was attached inside
+        for linear, name in zip(carriers, running, strict=True):
+            linear.active = name
+        for factor, flag in zip(factors, trained, strict=True):
+            factor.requires_grad_(flag)
 
 
 def lora_parameters(model: Model, name: str | None = None) -> list[nn.Parameter]:
@@ -219,10 +246,16 @@ def lora_parameters(model: Model, name: str | None = None) -> list[nn.Parameter]
     return [factor for _, linear in linears(model) if name in linear.adapters for factor in linear.factors(name)]
 
 
-def delta(linear: Linear, name: str) -> Tensor:
-    """scale · B·A of an adapter in fp32, [out, in]: what merging adds to the weight."""
-    a, b = linear.factors(name)
-    return linear.adapters[name].scale * (b.detach().float() @ a.detach().float())
+def merged_weight(weight: Tensor, linear: Linear, name: str, device: torch.device | str | None = None) -> Tensor:
+    """W + scale · B·A of an adapter, [out, in]: computed in fp32 (fp64 for a weight of that) and not rounded yet.
+
+    weight: W, which may be another than the linear's own.  device: where to compute, by default where ``weight`` is.
+    """
+    device = weight.device if device is None else torch.device(device)
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    a, b = (factor.detach().to(device, wide) for factor in linear.factors(name))
+    with torch.autocast(device.type, enabled=False):
+        return weight.to(device, wide) + linear.adapters[name].scale * (b @ a)
 
 
 def merge(model: Model) -> None:
@@ -233,11 +266,17 @@ def merge(model: Model) -> None:
     """
     if model.active is None:
         raise ValueError("merge: no adapter is active; attach one with add_lora or load_adapter.")
+    stored = [path for path, linear in linears(model) if linear.active and isinstance(linear.weight, Store)]
+    if stored:
+        raise ValueError(
+            f"merge: {len(stored)} projections are quantised, and an adapter folded into them would be rounded to "
+            "their few bits; write a merged model in 16 bits with save_merged, or load with bits=16 to merge in memory."
+        )
     for _, linear in linears(model):
         if linear.active is not None and linear.merged is None:
             weight = linear.weight.data
             linear.merged = (linear.active, weight.to("cpu", copy=True))
-            weight.copy_(weight.float() + delta(linear, linear.active))
+            weight.copy_(merged_weight(weight, linear, linear.active))
 
 
 def unmerge(model: Model) -> None:

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from lorarun.kernels.lora import dropout, low_rank
+from lorarun.kernels.lora import Branch, Dropout, dropout, low_rank
 from lorarun.kernels.rms_norm import add_rms_norm, rms_norm
 from lorarun.kernels.rope import rope
+from lorarun.quant.store import Store
 
 
 @dataclass
@@ -30,8 +32,8 @@ class Clock:
     step: int = 0
 
     def value(self) -> int:
-        """One 64-bit number of both; odd multipliers keep neighbouring seeds and steps apart."""
-        return (self.seed * 0x9E3779B97F4A7C15 + self.step * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF
+        """One 63-bit number of both; odd multipliers keep neighbouring seeds and steps apart."""
+        return (self.seed * 0x9E3779B97F4A7C15 + self.step * 0xD1B54A32D192ED03) & 0x7FFFFFFFFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class Factor(nn.Module):
 class Linear(nn.Module):
     """y = x · Wᵀ + b, plus the update of the active adapter.
 
-    ``weight`` [out, in]; ``bias`` [out] or None.  The products run in the dtype of ``weight`` (torch.autocast decides
+    ``weight`` [out, in], a Parameter or a frozen store (:mod:`lorarun.quant.store`); ``bias`` [out] or None.  The
+    products run in the dtype of ``weight``, with a store, which has none, in that of ``x`` (torch.autocast decides
     otherwise where it is on); the result has the dtype of ``x``.  Adapter matrices may be wider (fp32 by default):
     they are cast for the product, and their gradients arrive in their own dtype.
     """
@@ -68,7 +71,7 @@ class Linear(nn.Module):
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.weight: Any = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.adapters: dict[str, Adapter] = {}
         self.lora_A: Any  # module dictionaries of factors, there when there are adapters
@@ -77,15 +80,28 @@ class Linear(nn.Module):
         self.merged: tuple[str, Tensor] | None = None  # (adapter, the weight before it was added)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = x if x.dtype == self.weight.dtype else x.to(self.weight.dtype)
-        y = F.linear(h, self.weight, self.bias)
-        if (name := self.active) is not None and self.merged is None:
-            adapter = self.adapters[name]
-            if adapter.dropout > 0.0 and self.training:
-                h = dropout(h, adapter.dropout, adapter.clock.value(), adapter.stream)
-            a, b = self.factors(name)
-            y = y + low_rank(h, a, b, adapter.scale)
+        if isinstance(self.weight, Store):
+            h = x.to(_autocast_dtype(x))
+            bias = None if self.bias is None else self.bias.to(h.dtype)
+            y: Tensor = _StoredLinear.apply(h, self.weight, bias)
+        else:
+            h = x.to(self.weight.dtype)
+            y = F.linear(h, self.weight, self.bias)
+        branch, drop = self.running()
+        if branch.a is not None and branch.b is not None:
+            h = h if drop is None else dropout(h, *drop)
+            y = y + low_rank(h, branch.a, branch.b, branch.scale)
         return y if y.dtype == x.dtype else y.to(x.dtype)
+
+    def running(self) -> tuple[Branch, Dropout | None]:
+        """The adapter that runs now (none when it is merged), and its dropout where that is on."""
+        name = self.active if self.merged is None else None
+        if name is None:
+            return Branch(self.out_features), None
+        adapter = self.adapters[name]
+        drop = Dropout(adapter.dropout, adapter.clock.value(), adapter.stream)
+        branch = Branch(self.out_features, *self.factors(name), adapter.scale)
+        return branch, drop if self.training and adapter.dropout > 0.0 else None
 
     def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
         """A [rank, in] and B [out, rank] of an adapter."""
@@ -102,6 +118,27 @@ class Linear(nn.Module):
         return (
             f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, adapters={list(self.adapters)}"
         )
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype:
+    """What torch.autocast makes of ``x`` in a matrix product; its own dtype where that is off."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+class _StoredLinear(torch.autograd.Function):
+    """x · Wᵀ + b with a frozen, stored W.  Saves nothing: backward dequantises W again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Store, bias: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        return F.linear(x, weight.dequantize(x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        dx = dy @ ctx.weight.dequantize(dy.dtype) if ctx.needs_input_grad[0] else None
+        return dx, None, dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
 
 
 class RMSNorm(nn.Module):

@@ -1,25 +1,222 @@
-"""Projections that share an input, and the gated MLP, as the decoder calls them.
+"""Projections that share an input, and the gated MLP: where frozen weights and adapters meet.
 
-The seam between a family file and how its matrix products run.  A family says which projections belong together;
-what runs here is each ``Linear`` in turn, which is the specification of whatever fuses them.
+The seam between a family file and how its matrix products run.  ``q_proj``, ``k_proj`` and ``v_proj`` stay three
+modules; that they belong together is said by the call.  The specification is each ``Linear`` in turn, and that is
+what runs on a CPU. On a GPU one hand-written Function runs them as one: one product for frozen weights that lie side
+by side, one path for all adapters, and a backward that keeps the input and little else.
+
+What autograd keeps: for ``project`` x and u (a few columns), for ``gated_mlp`` h, both products gate|up without their
+adapters' terms, and u.  Activations and adapter terms are computed again on the way back; frozen weights are never
+kept.
+
+A ``Linear`` that somebody subclassed, hooked or trains takes the separate path through its own ``forward``; the
+reason is given by :func:`obstacle`, which the report shows.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+from typing import Any
 
-from lorarun.kernels.gated import gated
-from lorarun.nn import Linear
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lorarun.kernels.backend import runs_triton
+from lorarun.kernels.gated import adapted_backward, adapted_forward, gated
+from lorarun.kernels.lora import Branch, Dropout, lora_down, lora_grad, lora_input_grad, lora_up_, serves
+from lorarun.nn import Linear, untouched
+
+
+def obstacle(linears: Sequence[Linear], dtype: torch.dtype) -> str | None:
+    """Why these projections cannot run as one on inputs of ``dtype``; None when they can."""
+    if not all(untouched(linear) for linear in linears):
+        return "a projection is hooked or replaced"
+    if any(p is not None and p.requires_grad for linear in linears for p in (linear.weight, linear.bias)):
+        return "a base weight is trained"
+    if any(linear.weight.dtype != dtype for linear in linears) or dtype == torch.float64:
+        return f"inputs are {dtype}, weights {', '.join(sorted({str(linear.weight.dtype) for linear in linears}))}"
+    if len({drop for branch, drop in (linear.running() for linear in linears) if branch.rank}) > 1:
+        return "adapters of one input differ in dropout"
+    return None
+
+
+def _fused(x: Tensor, linears: Sequence[Linear]) -> tuple[list[Branch], Dropout | None] | None:
+    """The adapters and their dropout if one Function serves these projections, else None."""
+    if not runs_triton(x) or torch.is_autocast_enabled(x.device.type) or obstacle(linears, x.dtype) is not None:
+        return None
+    running = [linear.running() for linear in linears]
+    branches = [branch for branch, _ in running]
+    drop = next((drop for branch, drop in running if branch.rank), None)
+    flat = x.flatten(0, -2)
+    return (branches, drop) if not any(b.rank for b in branches) or serves(flat, branches, drop) else None
+
+
+class Frozen:
+    """The frozen weights and biases of projections that share an input, as one product.
+
+    ``sizes`` are the rows of each output.  Weights that lie side by side in memory are one matrix; others are
+    multiplied one by one into the columns of one result, without copies.
+    """
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self.weights = [linear.weight.detach() for linear in linears]
+        self.biases = [None if linear.bias is None else linear.bias.detach() for linear in linears]
+        self.sizes = [linear.out_features for linear in linears]
+
+    def mm(self, x: Tensor) -> Tensor:
+        """x [rows, in] → [rows, Σ sizes], biases added."""
+        y = torch.empty((len(x), sum(self.sizes)), dtype=x.dtype, device=x.device)
+        for part, weight, bias in zip(y.split(self.sizes, dim=1), self.weights, self.biases, strict=True):
+            if bias is None:
+                torch.mm(x, weight.T, out=part)
+            else:
+                torch.addmm(bias, x, weight.T, out=part)
+        return y
+
+    def mm_t(self, dy: Tensor) -> Tensor:
+        """dy [rows, Σ sizes] → the gradient of x, [rows, in]."""
+        first, *others = zip(dy.split(self.sizes, dim=1), self.weights, strict=True)
+        dx = torch.mm(*first)
+        for part, weight in others:
+            dx.addmm_(part, weight)
+        return dx
+
+
+def _rejoin(branches: Sequence[Branch], factors: Sequence[Tensor | None]) -> list[Branch]:
+    """Branches with the matrices that came back from autograd: A and B of each in turn."""
+    return [
+        Branch(branch.size, a, b, branch.scale)
+        for branch, a, b in zip(branches, factors[::2], factors[1::2], strict=True)
+    ]
+
+
+def _factors(branches: Sequence[Branch]) -> list[Tensor | None]:
+    return [matrix for branch in branches for matrix in (branch.a, branch.b)]
+
+
+def _cast(grads: Sequence[Tensor | None], like: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients in the dtype of their masters (they are fp32, as masters are by default)."""
+    return [None if g is None or t is None else g.contiguous().to(t.dtype) for g, t in zip(grads, like, strict=True)]
+
+
+class _Project(torch.autograd.Function):
+    """Saves x and u.  Backward: dx = dy·W + the adapters' part; dA and dB in one pass over x and one over dy."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, frozen: Frozen, branches: list[Branch], drop: Dropout | None, x: Tensor, *factors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        branches = _rejoin(branches, factors)
+        y = frozen.mm(x)
+        u = None
+        if any(branch.rank for branch in branches):
+            u = lora_down(x, branches, drop)
+            lora_up_(y, u, branches)
+        ctx.frozen, ctx.drop = frozen, drop
+        ctx.shapes = [Branch(branch.size, scale=branch.scale) for branch in branches]
+        ctx.save_for_backward(None if u is None else x, u, *factors)
+        return y.split(frozen.sizes, dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
+        x, u, *factors = ctx.saved_tensors
+        dy = side_by_side(dys)
+        dx = ctx.frozen.mm_t(dy) if ctx.needs_input_grad[3] else None
+        grads: list[Tensor | None] = [None] * len(factors)
+        if u is not None:
+            branches = _rejoin(ctx.shapes, factors)
+            du, grads[1::2] = lora_grad(dy, u, branches)
+            grads[::2] = lora_input_grad(x, dx, du, branches, ctx.drop)
+        return None, None, None, dx, *_cast(grads, factors)
+
+
+def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Gradients [rows, size] of several outputs as one matrix: without a copy where they already lie in one."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first.contiguous()
+    at, width = first.storage_offset(), sum(part.shape[1] for part in parts)
+    for part in parts:
+        adjacent = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not adjacent or part.storage_offset() != at or part.stride() != (width, 1):
+            return torch.cat(tuple(parts), dim=1)
+        at += part.shape[1]
+    return first.as_strided((len(first), width), (width, 1))
+
+
+class _GatedMLP(torch.autograd.Function):
+    """Saves h, gate|up without their adapters' terms, and both u; the rest is computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, frozen: tuple[Frozen, Frozen], branches: list[Branch], drops: tuple[Dropout | None, Dropout | None],
+        act: str, h: Tensor, residual: Tensor | None, *factors: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        gate, up, down = branches = _rejoin(branches, factors)
+        gu = frozen[0].mm(h)
+        u = lora_down(h, [gate, up], drops[0]) if gate.rank or up.rank else None
+        a = adapted_forward(gu, u, gate, up, act)
+        y = frozen[1].mm(a)
+        u_down = None
+        if down.rank:
+            u_down = lora_down(a, [down], drops[1])
+            lora_up_(y, u_down, [down], residual)
+        elif residual is not None:
+            y += residual
+        ctx.frozen, ctx.drops, ctx.act = frozen, drops, act
+        ctx.shapes = [Branch(branch.size, scale=branch.scale) for branch in branches]
+        ctx.save_for_backward(h, gu, u, u_down, *factors)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        h, gu, u, u_down, *factors = ctx.saved_tensors
+        gate, up, down = _rejoin(ctx.shapes, factors)
+        grads: list[Tensor | None] = [None] * 6
+        rows = dy.contiguous()
+        du_down = None
+        if u_down is not None:
+            du_down, (grads[5],) = lora_grad(rows, u_down, [down])
+        dgu, grads[4] = adapted_backward(
+            ctx.frozen[1].mm_t(rows), gu, u, gate, up, ctx.act, du_down, down, ctx.drops[1]
+        )  # fmt: skip
+        dh = ctx.frozen[0].mm_t(dgu) if ctx.needs_input_grad[4] else None
+        if u is not None:
+            du, grads[1:4:2] = lora_grad(dgu, u, [gate, up])
+            grads[0:4:2] = lora_input_grad(h, dh, du, [gate, up], ctx.drops[0])
+        dresidual = dy if ctx.needs_input_grad[5] else None
+        return None, None, None, None, dh, dresidual, *_cast(grads, factors)
 
 
 def project(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
-    """The outputs [batch, seq, out] of projections of one input x [batch, seq, in], adapters included."""
-    return tuple(linear(x) for linear in linears)
+    """The outputs [batch, seq, out] of projections of one input x [batch, seq, in], adapters included.
+
+    Under the fused path the outputs are columns of one buffer.  Gradients of A and B arrive in their own dtype.
+    """
+    served = _fused(x, linears)
+    if served is None:
+        return tuple(linear(x) for linear in linears)
+    branches, drop = served
+    ys = _Project.apply(Frozen(linears), branches, drop, x.flatten(0, -2), *_factors(branches))  # type: ignore[no-untyped-call]
+    return tuple(y.unflatten(0, x.shape[:-1]) for y in ys)
 
 
 def gated_mlp(h: Tensor, gate: Linear, up: Linear, down: Linear, act: str, residual: Tensor | None = None) -> Tensor:
     """down(act(gate(h)) · up(h)), plus ``residual`` where the call closes a block.  h, residual [batch, seq,
     hidden]."""
-    opened, raised = project(h, gate, up)
-    y: Tensor = down(gated(opened, raised, act))
-    return y if residual is None else residual + y
+    opened, closed = _fused(h, (gate, up)), _fused(h, (down,))
+    if opened is None or closed is None:
+        middle = gated(*project(h, gate, up), act)
+        (y,) = project(middle, down)
+        return y if residual is None else residual + y
+    branches = [*opened[0], *closed[0]]
+    rest = None if residual is None else residual.flatten(0, -2)
+    out = _GatedMLP.apply(  # type: ignore[no-untyped-call]
+        (Frozen((gate, up)), Frozen((down,))), branches, (opened[1], closed[1]), act, h.flatten(0, -2), rest,
+        *_factors(branches),
+    )  # fmt: skip
+    y = out.unflatten(0, h.shape[:-1])
+    return y

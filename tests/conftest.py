@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -50,6 +50,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def device() -> torch.device:
     """Where kernels run: the accelerator, else the CPU under Triton's interpreter."""
     return torch.device(torch.accelerator.current_accelerator() or "cpu")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tiny shapes: they are no faster on two threads, and many times slower on two busy cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

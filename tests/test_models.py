@@ -46,7 +46,7 @@ def test_bf16_is_as_close_to_exact_as_transformers_is(tiny, name):
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
 def test_real_models_give_the_recorded_numbers(real, name):
     recorded = json.loads((REFERENCE / f"{name}.json").read_text())
-    manifest = json.loads((real(name) / "fixture.json").read_text())
+    manifest = json.loads((real(name) / "fetched.json").read_text())
     assert manifest["files"]["model.safetensors"]["sha256"] == recorded["weights_sha256"]
     model = lorarun.load(real(name))
     assert {case["name"] for case in recorded["cases"]} >= {"short", "news", "chat", "long"}

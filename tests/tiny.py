@@ -89,7 +89,7 @@ GEMMA3_VISION: Fields = {
 
 
 class Recipe(NamedTuple):
-    """transformers' class names without `ForCausalLM` and `Config`, the configuration's fields, and the variants."""
+    """transformers' classes of the model and its configuration, the configuration's fields, and the variants."""
 
     model: str
     config: str

@@ -9,16 +9,45 @@ index i sees key j when
     first[i] ≤ j ≤ i   and   j > i − window.
 
 That covers packed documents, left and right padding and sliding windows alike, needs no mask from the caller, and leaves no
-query with nothing to see: a padding token is a document of its own and sees itself, so no row is ever 0/0.
+query with nothing to see: a padding token is a document of its own and sees itself, so no row is ever 0/0.  The usual
+description of packed rows, cumulative lengths and a maximum, changes the launch with the packing and needs it on the host;
+two vectors of fixed shape do not, so one captured graph serves any packing.
 
 Queries may be the last of a longer row of keys (decoding with a cache): index i then counts from the end.
+
+Three things serve a call (``serves`` says which).  Dense causal rows on an NVIDIA GPU: cuDNN, the fastest there is on
+Hopper, called as an operator of its own so that no global switch of torch is touched.  Everything else on a GPU: the
+Triton kernels below.  Elsewhere, and for what neither takes: the reference, which is torch's SDPA where it can be.
+
+The kernels are FlashAttention-2's two passes (Dao 2023, arXiv:2307.08691, algorithms 1 and 2), with the backward pass
+split by owner: one kernel owns blocks of queries and makes dq, one owns blocks of keys and makes dk and dv for all query
+heads of its group.  Scores are computed twice on the way back instead of once, and in return nothing is added
+atomically: the same inputs give the same bits.  A program visits only the blocks that some row of its own can see, and
+masks only those of them that some row cannot see whole.
 """
 
 from __future__ import annotations
 
+import functools
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lorarun.kernels.backend import INTERPRETED, runs_triton, tl, triton, why
+
+
+class Spans(NamedTuple):
+    """Each token's document: the indices of its first and of its last token, int32 [batch, seq] each.
+
+    Both are non-decreasing along a row.  ``last`` is what a backward pass asks about keys; None where nothing is
+    differentiated (decoding), or to have it derived from ``first`` at every call.
+    """
+
+    first: Tensor
+    last: Tensor | None = None
 
 
 def document_starts(documents: Tensor) -> Tensor:
@@ -35,6 +64,21 @@ def document_starts(documents: Tensor) -> Tensor:
     return torch.where(starts, index, 0).cummax(dim=1).values
 
 
+def document_ends(first: Tensor) -> Tensor:
+    """The index of the last token of each token's document, int32 [batch, seq], from the index of its first."""
+    first = first.contiguous()
+    return torch.searchsorted(first, first, right=True, out_int32=True) - 1
+
+
+def document_spans(documents: Tensor) -> Spans:
+    """Both ends of each token's document; documents [batch, seq] as in :func:`document_starts`."""
+    first = document_starts(documents).to(torch.int32)
+    return Spans(first, document_ends(first))
+
+
+# ---------------------------------------------------------------------------------------------------------- reference
+
+
 def visible(queries: int, keys: int, first: Tensor | None, window: int | None, device: torch.device) -> Tensor:
     """The mask of the contract: bool [batch or 1, 1, queries, keys], true where a query sees a key."""
     i = torch.arange(keys - queries, keys, device=device).view(1, queries, 1)
@@ -47,7 +91,7 @@ def visible(queries: int, keys: int, first: Tensor | None, window: int | None, d
     return mask.unsqueeze(1)
 
 
-def attention(
+def attention_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -56,31 +100,579 @@ def attention(
     softcap: float | None = None,
     scale: float | None = None,
 ) -> Tensor:
+    """The contract in plain PyTorch; arguments as in :func:`attention`, ``first`` alone for the spans."""
+    batch, queries, heads, head_dim = q.shape
+    keys, kv_heads = k.shape[1:3]
+    if window is not None and window >= keys:
+        window = None  # everything is near enough
+    scale = head_dim**-0.5 if scale is None else scale
+    plain = first is None and window is None and queries in (1, keys)
+    mask = None if plain else visible(queries, keys, first, window, q.device)
+    q, k, v = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # [batch, heads, ·, head_dim]
+    if queries == 1:  # the heads of a group stand as queries of one head: the cache is not repeated
+        q = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
+    elif heads > kv_heads:
+        k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
+    if softcap is None:
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=plain and queries > 1, scale=scale)
+    else:
+        if mask is None:
+            mask = visible(queries, keys, first, window, q.device)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = (q.to(wide) @ k.to(wide).transpose(2, 3)) * scale  # [batch, heads, queries, keys]
+        scores = softcap * torch.tanh(scores / softcap)
+        out = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(q.dtype) @ v
+    return out.reshape(batch, heads, queries, head_dim).transpose(1, 2)
+
+
+# ------------------------------------------------------------------------------------------------------------ kernels
+#
+# b batch, h query head, kv key-value head, m queries, n keys, d head_dim.  Tiles come through tensor descriptors
+# [batch, heads, rows, head_dim]: what lies outside reads as zero, so no load is masked.  Row indices are of queries among
+# the queries given (o_m) and of keys (o_n); o_q = o_m + keys − queries places a query among the keys.  Exponents are
+# base 2: `rate` is scale · log2(e), or with a soft-cap 2 · log2(e) · scale / softcap, and cap is softcap · log2(e).
+
+
+@triton.jit
+def _tile(tiles, b, h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    return tiles.load([b, h, row, 0]).reshape(ROWS, BLOCK_D)
+
+
+@triton.jit
+def _tanh(x):
+    """tanh(x / (2 log2 e)).  Its error is absolute, as that of the score it scales has to be; tanh.approx's is 5e-4."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x))
+
+
+@triton.jit
+def _write(p_x, b_x, b, h, o_x, count, heads, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store rows o_x of a contiguous [batch, count, heads, HEAD_DIM]."""
+    o_d = tl.arange(0, BLOCK_D)
+    rows = ((b.to(tl.int64) * count + o_x) * heads + h) * HEAD_DIM
+    m_x = (o_x < count)[:, None] & (o_d < HEAD_DIM)[None, :]
+    tl.store(p_x + rows[:, None] + o_d[None, :], b_x.to(p_x.dtype.element_ty), mask=m_x)
+
+
+@triton.jit
+def _first_seen(p_first, b, o_m, o_q, queries, window):
+    """The first key that each query sees.  Rows past the end repeat the last one, so that they ask for nothing more."""
+    b_start = tl.maximum(o_q - window + 1, 0)
+    if p_first is not None:
+        p_row = p_first + b.to(tl.int64) * queries
+        b_start = tl.maximum(b_start, tl.load(p_row + tl.minimum(o_m, queries - 1)).to(tl.int32))
+    return b_start
+
+
+@triton.jit
+def _row(b, h, heads, queries):
+    """Where the numbers of a head start in lse and delta, whose rows are padded to 16 bytes."""
+    return (b.to(tl.int64) * heads + h) * ((queries + 3) // 4 * 4)
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "window"])
+def _forward_kernel(
+    q_tiles,
+    k_tiles,
+    v_tiles,
+    p_first,
+    p_o,
+    p_lse,
+    queries,
+    keys,
+    window,
+    rate,
+    cap,
+    CAPPED: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """o and lse of one block of queries of one head."""
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
+    h, b = tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(1)
+    o_m = start + tl.arange(0, BLOCK_M)
+    o_q = o_m + (keys - queries)
+    b_start = _first_seen(p_first, b, o_m, o_q, queries, window)
+    whole_from, whole_to = tl.max(b_start), start + (keys - queries)  # seen by every row
+    b_q = _tile(q_tiles, b, h, start, BLOCK_M, BLOCK_D)
+    b_top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_M], tl.float32)
+    b_o = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    unit = 1.0 if CAPPED else rate
+    for n in tl.range(tl.min(b_start), tl.minimum(whole_to + BLOCK_M, keys), BLOCK_N):
+        b_k = _tile(k_tiles, b, h // GROUP, n, BLOCK_N, BLOCK_D)
+        b_s = tl.dot(b_q, b_k.T, input_precision="ieee")
+        if CAPPED:
+            b_s = cap * _tanh(b_s * rate)
+        if (n < whole_from) | (n + BLOCK_N - 1 > whole_to):
+            o_n = n + tl.arange(0, BLOCK_N)
+            m_s = (o_n[None, :] >= b_start[:, None]) & (o_n[None, :] <= o_q[:, None])
+            b_s = tl.where(m_s, b_s, -float("inf"))
+        b_new = tl.maximum(b_top, tl.max(b_s, 1) * unit)
+        b_base = tl.where(b_new == -float("inf"), 0.0, b_new)  # rows that have seen nothing yet
+        b_p = tl.exp2(b_s * unit - b_base[:, None])
+        b_fade = tl.exp2(b_top - b_base)
+        b_sum = b_sum * b_fade + tl.sum(b_p, 1)
+        b_v = _tile(v_tiles, b, h // GROUP, n, BLOCK_N, BLOCK_D)
+        b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * b_fade[:, None], input_precision="ieee")
+        b_top = b_new
+    _write(p_o, b_o / b_sum[:, None], b, h, o_m, queries, heads, HEAD_DIM, BLOCK_D)
+    tl.store(p_lse + _row(b, h, heads, queries) + o_m, b_top + tl.log2(b_sum), mask=o_m < queries)
+
+
+@triton.jit(do_not_specialize=["queries", "window"])
+def _dq_kernel(
+    q_tiles,
+    k_tiles,
+    v_tiles,
+    o_tiles,
+    do_tiles,
+    p_first,
+    p_lse,
+    p_delta,
+    p_dq,
+    queries,
+    window,
+    scale,
+    rate,
+    cap,
+    CAPPED: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dq of one block of queries of one head, and its delta = Σ_d o · do, which the other kernel reads."""
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    h, b = tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(1)
+    o_m = start + tl.arange(0, BLOCK_M)
+    b_start = _first_seen(p_first, b, o_m, o_m, queries, window)
+    whole_from, whole_to = tl.max(b_start), start
+    row = _row(b, h, heads, queries)
+    b_q = _tile(q_tiles, b, h, start, BLOCK_M, BLOCK_D)
+    b_do = _tile(do_tiles, b, h, start, BLOCK_M, BLOCK_D)
+    b_o = _tile(o_tiles, b, h, start, BLOCK_M, BLOCK_D)
+    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
+    tl.store(p_delta + row + o_m, b_delta, mask=o_m < queries)
+    b_lse = tl.load(p_lse + row + o_m, mask=o_m < queries, other=0.0)
+    b_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for n in tl.range(tl.min(b_start), tl.minimum(start + BLOCK_M, queries), BLOCK_N):
+        b_k = _tile(k_tiles, b, h // GROUP, n, BLOCK_N, BLOCK_D)
+        b_v = _tile(v_tiles, b, h // GROUP, n, BLOCK_N, BLOCK_D)
+        b_s = tl.dot(b_q, b_k.T, input_precision="ieee") * rate
+        b_dp = tl.dot(b_do, b_v.T, input_precision="ieee")
+        if CAPPED:
+            b_t = _tanh(b_s)
+            b_s = cap * b_t
+        b_p = tl.exp2(b_s - b_lse[:, None])
+        if (n < whole_from) | (n + BLOCK_N - 1 > whole_to):
+            o_n = n + tl.arange(0, BLOCK_N)
+            m_p = (o_n[None, :] >= b_start[:, None]) & (o_n[None, :] <= o_m[:, None])
+            b_p = tl.where(m_p, b_p, 0.0)
+        b_ds = b_p * (b_dp - b_delta[:, None])
+        if CAPPED:
+            b_ds *= 1.0 - b_t * b_t
+        b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision="ieee")
+    _write(p_dq, b_dq * scale, b, h, o_m, queries, heads, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["queries", "window"])
+def _dkv_kernel(
+    q_tiles,
+    k_tiles,
+    v_tiles,
+    do_tiles,
+    lse_tiles,
+    delta_tiles,
+    p_last,
+    p_dk,
+    p_dv,
+    queries,
+    window,
+    scale,
+    rate,
+    cap,
+    CAPPED: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dk and dv (or one of them: the other's pointer is None) of one block of keys of one key-value head.
+
+    One loop walks the group's heads and, within each, the blocks of queries that see the keys, both upwards: the order
+    of the sum is fixed, and short ranges (small documents) do not restart the pipeline at every head.  Scores are
+    transposed, [keys, queries], so that both sums take them as they are.
+    """
+    start = tl.program_id(0) * BLOCK_N  # the first keys have most queries
+    kv, b = tl.program_id(1), tl.program_id(2)
+    o_n = start + tl.arange(0, BLOCK_N)
+    b_end = tl.minimum(o_n + window, queries) - 1  # the last query that sees each key
+    if p_last is not None:
+        p_row = p_last + b.to(tl.int64) * queries
+        b_end = tl.minimum(b_end, tl.load(p_row + tl.minimum(o_n, queries - 1)).to(tl.int32))
+    whole_from, whole_to = start + BLOCK_N - 1, tl.min(b_end)  # these see every key
+    blocks = tl.cdiv(tl.max(b_end) + 1 - start, BLOCK_M)
+    b_k = _tile(k_tiles, b, kv, start, BLOCK_N, BLOCK_D)
+    if p_dk is not None:
+        b_v = _tile(v_tiles, b, kv, start, BLOCK_N, BLOCK_D)
+        b_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    if p_dv is not None:
+        b_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for i in tl.range(0, GROUP * blocks):
+        h = kv * GROUP + i // blocks
+        m = start + i % blocks * BLOCK_M
+        o_m = m + tl.arange(0, BLOCK_M)
+        b_q = _tile(q_tiles, b, h, m, BLOCK_M, BLOCK_D)
+        b_lse = lse_tiles.load([b, h, m]).reshape(BLOCK_M)
+        b_s = tl.dot(b_k, b_q.T, input_precision="ieee") * rate
+        if CAPPED:
+            b_t = _tanh(b_s)
+            b_s = cap * b_t
+        b_p = tl.exp2(b_s - b_lse[None, :])
+        if (m < whole_from) | (m + BLOCK_M - 1 > whole_to):
+            m_p = (o_m[None, :] >= o_n[:, None]) & (o_m[None, :] <= b_end[:, None])
+            b_p = tl.where(m_p, b_p, 0.0)
+        b_do = _tile(do_tiles, b, h, m, BLOCK_M, BLOCK_D)
+        if p_dv is not None:
+            b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision="ieee")
+        if p_dk is not None:
+            b_delta = delta_tiles.load([b, h, m]).reshape(BLOCK_M)
+            b_dp = tl.dot(b_v, b_do.T, input_precision="ieee")
+            b_ds = b_p * (b_dp - b_delta[None, :])
+            if CAPPED:
+                b_ds *= 1.0 - b_t * b_t
+            b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
+    if p_dk is not None:
+        _write(p_dk, b_dk * scale, b, kv, o_n, queries, tl.num_programs(1), HEAD_DIM, BLOCK_D)
+    if p_dv is not None:
+        _write(p_dv, b_dv, b, kv, o_n, queries, tl.num_programs(1), HEAD_DIM, BLOCK_D)
+
+
+# --------------------------------------------------------------------------------------------------------------- host
+
+LOG2E = 1.4426950408889634
+
+# (BLOCK_M, BLOCK_N, num_warps, num_stages) by head_dim, padded to a power of two, for 16-bit inputs on a GPU with the
+# shared memory of Hopper.  At 256 the sums of dk and dv do not fit the registers together: a launch each.
+BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
+    "forward": {64: (128, 128, 8, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)},
+    "dq": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 3)},
+    "dkv": {64: (64, 128, 8, 3), 128: (64, 128, 8, 3)},
+    "dk": {256: (32, 128, 8, 3)},
+    "dv": {256: (64, 128, 8, 2)},
+}
+# For fp32, and for GPUs with less: rows that a program owns and rows that it visits at a time, by the bytes of a row.
+TIGHT = {128: (64, 64), 256: (64, 32), 512: (32, 16), 1024: (16, 16)}
+
+
+@functools.cache
+def _roomy(device: torch.device) -> bool:
+    if INTERPRETED:
+        return True
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 0) >= 227 * 1024
+
+
+def _blocks(kernel: str, x: Tensor) -> dict[str, int] | None:
+    """The launch options of a kernel for tensors like x; None where dk and dv are made together, or apart."""
+    width = max(64, triton.next_power_of_2(x.shape[-1]))
+    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+    if x.element_size() == 2 and _roomy(x.device):
+        row = BLOCKS[kernel].get(width)
+    elif kernel in ("dk", "dv"):
+        row = None
+    else:
+        own, visited = TIGHT[width * x.element_size()]
+        row = (visited, own, 4, 1) if kernel == "dkv" else (own, visited, 4, 1)
+    return None if row is None else dict(zip(names, row, strict=True), BLOCK_D=width)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x, or a contiguous copy where the copy engine cannot read it: it wants multiples of 16 bytes between rows."""
+    unit = 16 // x.element_size()
+    steps = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % unit == 0 for step in steps):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _tiles(x: Tensor, *block: int) -> Any:
+    """A descriptor of x [batch, heads, rows, …], any strides, from which kernels load tiles ``block`` of one head."""
+    unit = 16 // x.element_size()
+    strides = [stride if size > 1 else unit for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    return triton.tools.tensor_descriptor.TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, *block])
+
+
+def _exponent(scale: float, softcap: float | None) -> dict[str, Any]:
+    """What turns q·k into exponents of 2."""
+    if softcap is None:
+        return dict(rate=scale * LOG2E, cap=0.0, CAPPED=False)
+    return dict(rate=2 * LOG2E * scale / softcap, cap=softcap * LOG2E, CAPPED=True)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, window: int, softcap: float | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """o like q but contiguous, and lse [batch, heads, queries padded to 4] fp32, the base-2 logarithm of Σ exp."""
+    batch, queries, heads, head_dim = q.shape
+    o = q.new_empty(q.shape)
+    lse = q.new_empty(batch, heads, (queries + 3) // 4 * 4, dtype=torch.float32)
+    options = _blocks("forward", q)
+    assert options is not None
+    rows, keys, width = (options[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+    _forward_kernel[(triton.cdiv(queries, rows), heads, batch)](
+        _tiles(q.transpose(1, 2), rows, width),
+        _tiles(k.transpose(1, 2), keys, width),
+        _tiles(v.transpose(1, 2), keys, width),
+        first,
+        o,
+        lse,
+        queries,
+        k.shape[1],
+        window,
+        GROUP=heads // k.shape[2],
+        HEAD_DIM=head_dim,
+        **_exponent(scale, softcap),
+        **options,
+    )
+    return o, lse
+
+
+def _backward_queries(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    first: Tensor | None,
+    window: int,
+    softcap: float | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """dq, and delta in the shape of lse."""
+    batch, queries, heads, head_dim = q.shape
+    dq, delta = q.new_empty(q.shape), torch.empty_like(lse)
+    options = _blocks("dq", q)
+    assert options is not None
+    rows, keys, width = (options[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+    _dq_kernel[(triton.cdiv(queries, rows), heads, batch)](
+        _tiles(q.transpose(1, 2), rows, width),
+        _tiles(k.transpose(1, 2), keys, width),
+        _tiles(v.transpose(1, 2), keys, width),
+        _tiles(o.transpose(1, 2), rows, width),
+        _tiles(do.transpose(1, 2), rows, width),
+        first,
+        lse,
+        delta,
+        dq,
+        queries,
+        window,
+        scale,
+        GROUP=heads // k.shape[2],
+        HEAD_DIM=head_dim,
+        **_exponent(scale, softcap),
+        **options,
+    )
+    return dq, delta
+
+
+def _backward_keys(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    last: Tensor | None,
+    window: int,
+    softcap: float | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """dk and dv, in one launch or in one each."""
+    batch, queries, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    for kernel, p_dk, p_dv in (("dkv", dk, dv), ("dk", dk, None), ("dv", None, dv)):
+        if (options := _blocks(kernel, q)) is None:
+            continue
+        rows, keys, width = (options[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+        _dkv_kernel[(triton.cdiv(queries, keys), kv_heads, batch)](
+            _tiles(q.transpose(1, 2), rows, width),
+            _tiles(k.transpose(1, 2), keys, width),
+            _tiles(v.transpose(1, 2), keys, width),
+            _tiles(do.transpose(1, 2), rows, width),
+            _tiles(lse[..., :queries], rows),
+            _tiles(delta[..., :queries], rows),
+            last,
+            p_dk,
+            p_dv,
+            queries,
+            window,
+            scale,
+            GROUP=heads // kv_heads,
+            HEAD_DIM=head_dim,
+            **_exponent(scale, softcap),
+            **options,
+        )
+    return dk, dv
+
+
+# ----------------------------------------------------------------------------------------------------------- Function
+
+
+class _Attention(torch.autograd.Function):
+    """Saves q, k, v, o, lse and the spans; the way back recomputes the scores.
+
+    Bytes moved: forward q + o, and k + v once per block of queries, mostly from L2; backward q, o, do, dq and k, v
+    likewise, then q and do once per block of keys, k, v, dk, dv.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        first: Tensor | None,
+        last: Tensor | None,
+        window: int,
+        softcap: float | None,
+        scale: float,
+    ) -> Tensor:
+        q, k, v = _readable(q), _readable(k), _readable(v)
+        o, lse = _forward(q, k, v, first, window, softcap, scale)
+        ctx.save_for_backward(q, k, v, o, lse, first, last)
+        ctx.numbers = window, softcap, scale
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse, first, last = ctx.saved_tensors
+        do = _readable(do)
+        dq, delta = _backward_queries(q, k, v, o, do, lse, first, *ctx.numbers)
+        dk = dv = None
+        if any(ctx.needs_input_grad[1:3]):
+            dk, dv = _backward_keys(q, k, v, do, lse, delta, last, *ctx.numbers)
+        return dq, dk, dv, None, None, None, None, None
+
+
+# ------------------------------------------------------------------------------------------------------------- public
+
+
+@functools.cache
+def _cudnn_takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether cuDNN's attention serves grouped causal heads of this size here, by torch's own rules."""
+    if device.type != "cuda":
+        return False
+    q = torch.empty(1, 2, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
+    k = q[:, :1]
+    parameters = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, True, True)
+    return torch.backends.cuda.can_use_cudnn_attention(parameters)
+
+
+def _backend(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, window: int | None, softcap: float | None
+) -> tuple[str, str]:
+    """Who serves the call, and why."""
+    queries, keys, head_dim = q.shape[1], k.shape[1], q.shape[-1]
+    if not runs_triton(q):
+        return "torch", why(q.device).removeprefix("torch reference: ")
+    if not q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type):
+        return "torch", "torch's own rules for mixed dtypes and autocast"
+    wants = [
+        name
+        for name, wanted in (
+            ("documents", first is not None),
+            ("sliding window", window is not None and window < keys),
+            ("soft-cap", softcap is not None),
+            ("more keys than queries", queries < keys),
+        )
+        if wanted
+    ]
+    dense = not wants and not INTERPRETED
+    if dense and q.dtype in (torch.float16, torch.bfloat16) and torch.backends.cuda.cudnn_sdp_enabled():
+        if torch.are_deterministic_algorithms_enabled():
+            wants.append("deterministic algorithms")
+        elif queries % 128:
+            wants.append("a length that is no multiple of 128, for which cuDNN would first build a plan")
+        elif _cudnn_takes(q.device, q.dtype, head_dim):
+            return "cuDNN", "dense causal rows"
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return "torch", f"{q.dtype} is not among the kernel's dtypes"
+    if head_dim > 256 or head_dim % 8:
+        return "torch", f"head_dim {head_dim} is not a multiple of 8 up to 256"
+    if queries == 1 or q.numel() == 0:
+        return "torch", "one query a row" if queries == 1 else "nothing to attend"
+    if queries < keys and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        return "torch", "gradients of the last queries of longer rows"
+    if dense and not wants:
+        return "torch", "dense causal rows that cuDNN does not take"
+    return "Triton", ", ".join(wants) or "Triton's interpreter serves whatever it can"
+
+
+def serves(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans | Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> str:
+    """What serves :func:`attention` with these arguments and why, such as "Triton: documents, sliding window".
+
+    Only shapes, dtypes, device and whether gradients are wanted are looked at.
+    """
+    return ": ".join(_backend(q, k, v, spans[0] if isinstance(spans, Spans) else spans, window, softcap))
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans | Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> Tensor:
     """Attend causally.
 
     q [batch, queries, heads, head_dim]; k, v [batch, keys, kv_heads, head_dim] with heads a multiple of kv_heads and
-    keys ≥ queries; the last query stands at the last key.  first [batch, queries] as in the contract above (None: 0 for
-    all); window and softcap None: none; scale None: head_dim ** -0.5.  Softmax in fp32 (fp64 for fp64 input).
-    Returns [batch, queries, heads, head_dim] in the dtype of q.
+    keys ≥ queries; the last query stands at the last key.  spans: where the documents of the queries start and end
+    (:func:`document_spans`), or where they start alone, [batch, queries] integers; None: one document, from 0.  window
+    and softcap None: none; scale (positive) None: head_dim ** -0.5.  fp64, fp32, bf16 or fp16; softmax and sums in
+    fp32 (fp64 for fp64).  Any strides; views of one wider product are read as they are.
+
+    Returns [batch, queries, heads, head_dim] in the dtype of q.  Differentiable once in q, k and v.
     """
     queries, keys = q.shape[1], k.shape[1]
-    if window is not None and window >= keys:
-        window = None  # everything is near enough
-    groups = q.shape[2] // k.shape[2]
-    q, k, v = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # [batch, heads, ·, head_dim]
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    if k.shape != v.shape or q.shape[2] % k.shape[2] or q.shape[-1] != k.shape[-1] or queries > keys:
+        raise ValueError(
+            "attention wants q [batch, queries, heads, head_dim] and k, v [batch, keys, kv_heads, head_dim], heads a "
+            f"multiple of kv_heads and keys >= queries; got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}."
+        )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    plain = first is None and window is None and queries in (1, keys)
-    mask = None if plain else visible(queries, keys, first, window, q.device)
-    if softcap is None:
-        causal = plain and queries > 1
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+    first, last = spans if isinstance(spans, Spans) else (spans, None)
+    backend, _ = _backend(q, k, v, first, window, softcap)
+    if backend == "torch":
+        return attention_reference(q, k, v, first, window, softcap, scale)
+    graded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if backend == "cuDNN":  # the operator itself: SDPA would want a global switch to choose it
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        op = torch.ops.aten._scaled_dot_product_cudnn_attention
+        out: Tensor = op(*heads, None, graded, 0.0, True, False, scale=scale)[0]
         return out.transpose(1, 2)
-    if mask is None:
-        mask = visible(queries, keys, first, window, q.device)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = (q.to(wide) @ k.to(wide).transpose(2, 3)) * scale  # [batch, heads, queries, keys]
-    scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(q.dtype)
-    return (weights @ v).transpose(1, 2)
+    window = keys if window is None else min(window, keys)
+    if first is not None:
+        first = first.contiguous()
+        if graded:
+            last = document_ends(first) if last is None else last.contiguous()
+    return _Attention.apply(q, k, v, first, last, window, softcap, scale)

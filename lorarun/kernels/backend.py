@@ -55,8 +55,13 @@ def reference() -> Iterator[None]:
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Whether a Triton kernel serves a call on ``x``, where the reference is not forced."""
-    return HAS_TRITON and not _forced and (INTERPRETED or x.device.type in ("cuda", "xpu"))
+    """Whether a Triton kernel serves a call on ``x``.
+
+    Not where the reference is forced, and not while a user's torch.compile traces: it gets the reference to optimise.
+    """
+    if not HAS_TRITON or _forced or torch.compiler.is_compiling():
+        return False
+    return INTERPRETED or x.device.type in ("cuda", "xpu")
 
 
 def why(device: torch.device) -> str:

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from lorarun.kernels.backend import runs_triton, tl, triton
 from lorarun.kernels.rms_norm import rms_norm_reference
 
-HEADS = 8  # of one token, handled by one program
+HEADS, WARPS = 8, 4  # of one token, handled by one program
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def _launch(
             seq, *q.stride()[:3], *k.stride()[:3], *dq.stride()[:3], *dk.stride()[:3],
             0 if cos.shape[0] == 1 else cos.stride(0), q_heads, dk.shape[2], dim // 2, eps,
             NORM=q_weight is not None, PLUS_ONE=plus_one, BACKWARD=grads is not None, HEADS=HEADS, HALF=half,
-            num_warps=4,
+            num_warps=WARPS,
         )  # fmt: skip
     return out_q, out_k
 

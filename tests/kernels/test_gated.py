@@ -44,14 +44,13 @@ def test_far_out_nothing_overflows(device, act):
 
 
 @pytest.mark.kernel
-def test_halves_of_one_product_and_the_product_again(device):
+def test_halves_of_one_product(device):
     torch.manual_seed(0)
     both = torch.randn(5, 2 * 70, device=device)
     gate, up = both.chunk(2, dim=1)
     torch.testing.assert_close(gated(gate, up, "silu"), gated_reference(gate, up, "silu"))
     dy = torch.randn(5, 70, device=device)
-    grads, product = gated_backward(dy, gate, up, "silu", product=True)
-    torch.testing.assert_close(product, gated_reference(gate, up, "silu"))
+    grads = gated_backward(dy, gate, up, "silu")
     leaves = gate.clone().requires_grad_(), up.clone().requires_grad_()
     exact = torch.autograd.grad(gated_reference(*leaves, "silu"), leaves, dy)
     torch.testing.assert_close(grads, torch.cat(exact, dim=1), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,391 @@
+"""A model with its adapter folded in, as a folder that any program for Hugging Face checkpoints loads.
+
+The usual way asks the live model for its state and saves it.  Then names, shards, dtypes and everything that the
+decoder does not use (a vision tower) are what the program makes of them, and an adapter that was not applied shows to
+nobody.  Here the source checkpoint is copied: the same shards with the same tensors in the same order, byte for byte,
+except that each projection with an adapter becomes W + scale · B·A, computed in fp32 and rounded once.  One tensor is
+in memory at a time.
+
+What was written is then read back and compared with what it should be, bit by bit, and a model loaded from it must
+answer as the live one does.  Only after that the folder gets its name; until then it is called ``.<name>.partial``.
+
+Given up: exporting weights that were changed by hand after loading.  They are noticed, since every tensor is compared
+with the live model on the way, and refused.  The price of it all is reading the source twice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import math
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from lorarun.checkpoint import Checkpoint, open_checkpoint, read_config, stored_names
+from lorarun.headers import DTYPES, INDEX, Entry, abbreviate
+from lorarun.load import free_memory, load
+from lorarun.lora import linears, merged_weight
+from lorarun.nn import Linear, Model
+
+COPIED = (".json", ".jinja", ".model", ".txt")  # of the source's small files; LICENSE and NOTICE are copied too
+LEFT = ("adapter_config.json", ".index.json")  # endings of names that are not
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+CHUNK = 1 << 24  # bytes copied at once
+TOKENS = 64  # of the row on which logits are compared
+FACTOR = 3.0  # how many times the measured noise the written model's logits may be off
+
+
+@dataclass
+class _Export:
+    """What is to be written, and what was noticed on the way."""
+
+    model: Model
+    adapter: str
+    source: Checkpoint
+    original: bool  # whether W is the source's weight even where the live model rounded it
+    dtype: torch.dtype | None
+    live: dict[str, Tensor]  # by stored name: the live model's weight, without adapter
+    targets: dict[str, Linear]  # by stored name: the projections with an adapter
+    changed: list[str] = field(default_factory=list)  # live weights that are not the source's
+    infinite: list[str] = field(default_factory=list)  # tensors that the chosen dtype cannot hold
+    same: list[str] = field(default_factory=list)  # projections that the adapter does not change
+
+    def dtype_of(self, entry: Entry) -> torch.dtype:
+        return entry.dtype if self.dtype is None or not entry.dtype.is_floating_point else self.dtype
+
+    def copies(self, name: str) -> bool:
+        """Whether a tensor's bytes stay what they are."""
+        entry = self.source.entries[name]
+        return name not in self.targets and self.dtype_of(entry) == entry.dtype
+
+    def value(self, name: str, stored: Tensor) -> Tensor:
+        """What is written for a stored tensor."""
+        dtype = self.dtype_of(self.source.entries[name])
+        if name not in self.targets:
+            return stored.to(dtype)
+        linear = self.targets[name]
+        base = stored if self.original else stored.to(linear.weight.dtype)
+        return merged_weight(base, linear, self.adapter).to(dtype)
+
+
+def save_merged(
+    model: Model,
+    path: str | os.PathLike[str],
+    base: str = "dequantized",
+    dtype: torch.dtype | None = None,
+    bits: int = 16,
+) -> None:
+    """Write the model with its active adapter folded in to the new folder ``path``, verified before it appears there.
+
+    The model must come from ``load``; its source is read again, tensor by tensor.  Whether the adapter is merged in
+    memory makes no difference.  Configuration, tokenizer and generation files are copied, and so is all that the
+    decoder leaves aside of a multimodal checkpoint.
+
+    base: by default ("dequantized") W is the weight that the adapter was trained on; where the model was loaded in a
+    narrower dtype than the source has, that is the rounded one.  "original" takes the source's as it is.  With an
+    equal or wider dtype both are the same.  dtype: of all floating-point tensors written (bfloat16, float16,
+    float32); by default each keeps its own.  bits: 16, weights that are not quantised, is what there is.
+
+    Raises ValueError for arguments, a model or a ``path`` that do not allow it, OSError for a full disk, RuntimeError
+    when the verification fails; then nothing is left behind.
+    """
+    _check_arguments(model, base, dtype, bits)
+    path = Path(path)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"save_merged: {path} exists already; give a new folder.")
+    export = _prepare(model, base, dtype)
+    partial = path.absolute().parent / f".{path.absolute().name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)  # what a killed run left
+    partial.mkdir(parents=True)
+    try:
+        _check_space(export, partial)
+        _write(export, partial)
+        _check_written(export, partial)
+        _check_logits(export, partial)
+        if path.exists():
+            path.rmdir()  # empty
+        os.replace(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    count = len(export.targets)
+    print(f"save_merged: {path} is complete and verified; {count} projections were merged.", file=sys.stderr)
+
+
+# --- before --------------------------------------------------------------------------------------------------------
+
+
+def _check_arguments(model: Model, base: str, dtype: torch.dtype | None, bits: int) -> None:
+    wrong = []
+    if bits != 16:
+        wrong.append(f"bits={bits} is not supported; 16 is")
+    if base not in ("dequantized", "original"):
+        wrong.append(f"base={base!r} is not known; expected 'dequantized' or 'original'")
+    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+        wrong.append(f"dtype={dtype} is not supported; torch.bfloat16, float16 and float32 are")
+    if dtype == torch.float16 and not model.fp16:
+        wrong.append("this model overflows in float16; choose torch.bfloat16 or float32")
+    if model.active is None:
+        wrong.append(f"no adapter is active; the model has {', '.join(model.adapters) or 'none'}")
+    if model.source is None:
+        wrong.append("this model was not loaded from a checkpoint")
+    if wrong:
+        raise ValueError(f"save_merged: {'; '.join(wrong)}.")
+
+
+def _prepare(model: Model, base: str, dtype: torch.dtype | None) -> _Export:
+    assert model.active is not None
+    source = open_checkpoint(model.source.folder)
+    stored, _, problems = stored_names(source, model.nested)
+    own = dict(model.named_parameters(remove_duplicate=False))
+    before = {f"{path}.weight": linear.merged[1] for path, linear in linears(model) if linear.merged is not None}
+    live = {file: before.get(name, own[name].detach()) for name, file in stored.items() if name in own}
+    carriers = {f"{path}.weight": linear for path, linear in linears(model) if linear.active == model.active}
+    missing = [name for name in carriers if name not in stored]
+    if problems or missing or any(live[name].shape != source.entries[name].shape for name in live):
+        raise ValueError(f"save_merged: {source.folder} is no longer the checkpoint that this model was loaded from.")
+    targets = {stored[name]: linear for name, linear in carriers.items()}
+    return _Export(model, model.active, source, base == "original", dtype, live, targets)
+
+
+def _check_space(export: _Export, partial: Path) -> None:
+    source = export.source
+    needed = sum(math.prod(entry.shape) * export.dtype_of(entry).itemsize for entry in source.entries.values())
+    needed += sum(file.stat().st_size for file in _small_files(source.folder)) + 2**20
+    free = shutil.disk_usage(partial).free
+    if needed > free:
+        gib = 2**30
+        raise OSError(
+            errno.ENOSPC,
+            f"save_merged: the merged model takes {needed / gib:.2f} GiB and the disk of {partial.parent} has "
+            f"{free / gib:.2f} GiB free; make room or give a folder on another disk",
+        )
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+def _write(export: _Export, partial: Path) -> None:
+    """Write every file into the folder, and note what is wrong with the live model or the values."""
+    source = export.source
+    files: dict[str, list[str]] = {}
+    for name, entry in source.entries.items():
+        files.setdefault(entry.file, []).append(name)
+    with _progress("writing", source) as bar:
+        for file, names in files.items():
+            with open(partial / file, "wb") as out:
+                out.write(_header(export, file, names))
+                for name in names:
+                    _write_tensor(export, name, out)
+                    bar.update(source.entries[name].end - source.entries[name].start)
+                out.flush()
+                os.fsync(out.fileno())
+    if export.changed:
+        raise ValueError(
+            f"save_merged: {len(export.changed)} weights of this model are not those of {source.folder}, which is what "
+            f"is merged: {abbreviate(export.changed)}. Load the model afresh and put the adapter on it."
+        )
+    if export.infinite:
+        raise ValueError(f"save_merged: these would not be finite numbers: {abbreviate(export.infinite)}.")
+    if export.same:
+        count = f"{len(export.same)} of {len(export.targets)}"
+        warnings.warn(
+            f"save_merged: the adapter leaves {count} projections as they were: {abbreviate(export.same)}. It was not "
+            "trained, or what it learnt is smaller than the dtype can show.",
+            stacklevel=3,
+        )
+    _write_small_files(export, partial)
+
+
+def _header(export: _Export, file: str, names: list[str]) -> bytes:
+    """The first bytes of a shard, with the source's metadata; see :mod:`lorarun.headers` for the format."""
+    with open(export.source.folder / file, "rb") as stream:
+        before = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    header: dict[str, Any] = {"__metadata__": before.get("__metadata__") or {"format": "pt"}}
+    end = 0
+    for name in names:
+        entry = export.source.entries[name]
+        dtype = export.dtype_of(entry)
+        start, end = end, end + math.prod(entry.shape) * dtype.itemsize
+        header[name] = {"dtype": CODES[dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_tensor(export: _Export, name: str, out: BinaryIO) -> None:
+    entry = export.source.entries[name]
+    live = export.live.get(name)
+    if export.copies(name) and live is None:
+        with open(export.source.folder / entry.file, "rb") as stream:
+            stream.seek(entry.start)
+            for done in range(0, entry.end - entry.start, CHUNK):
+                out.write(stream.read(min(CHUNK, entry.end - entry.start - done)))
+        return
+    ((_, stored),) = export.source.read([name])
+    if live is not None and not torch.equal(stored.to(live.device, live.dtype), live):
+        export.changed.append(name)
+    value = export.value(name, stored).contiguous()
+    if not export.copies(name) and not torch.isfinite(value).all():
+        export.infinite.append(name)
+    if name in export.targets and torch.equal(value, stored.to(value.dtype)):
+        export.same.append(name)
+    if value.numel():
+        out.write((ctypes.c_char * value.nbytes).from_address(value.data_ptr()))
+
+
+def _small_files(folder: Path) -> Iterator[Path]:
+    """Configuration, tokenizer, templates and licences of a checkpoint's folder."""
+    for file in [*sorted(folder.iterdir()), *sorted(folder.glob("additional_chat_templates/*.jinja"))]:
+        wanted = file.name.endswith(COPIED) or file.name.upper().startswith(("LICENSE", "NOTICE"))
+        if file.is_file() and wanted and not file.name.endswith(LEFT):
+            yield file
+
+
+def _write_small_files(export: _Export, partial: Path) -> None:
+    source = export.source
+    for file in _small_files(source.folder):
+        copy = partial / file.relative_to(source.folder)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
+    if export.model.tokenizer is not None:
+        export.model.tokenizer.save(partial)  # with the chat template that was named at loading
+    if any(export.dtype_of(entry) != entry.dtype for entry in source.entries.values()):
+        config = _with_dtype(read_config(partial), str(export.dtype).removeprefix("torch."))
+        _write_json(partial / "config.json", config)
+    if (source.folder / INDEX).exists():
+        index = json.loads((source.folder / INDEX).read_text(encoding="utf-8"))
+        sizes = (math.prod(entry.shape) * export.dtype_of(entry).itemsize for entry in source.entries.values())
+        index["metadata"] = {**(index.get("metadata") or {}), "total_size": sum(sizes)}
+        _write_json(partial / INDEX, index)
+
+
+def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:
+    """A config.json with the dtype's name wherever it states one."""
+    return {
+        key: name if key in ("dtype", "torch_dtype") else _with_dtype(value, name) if isinstance(value, dict) else value
+        for key, value in config.items()
+    }
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _progress(what: str, source: Checkpoint) -> Any:
+    """A bar on stderr over the source's bytes; a line where that is no terminal."""
+    terminal = sys.stderr.isatty()
+    total = sum(entry.end - entry.start for entry in source.entries.values())
+    if not terminal:
+        print(f"save_merged: {what} {total / 2**20:,.1f} MiB", file=sys.stderr)
+    return tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, disable=not terminal)
+
+
+# --- verification --------------------------------------------------------------------------------------------------
+
+
+def _check_written(export: _Export, partial: Path) -> None:
+    """Read every tensor back and compare its bits with what it should be, computed again from the source."""
+    source, written = export.source, open_checkpoint(partial)
+    wrong = sorted(source.entries.keys() ^ written.entries.keys())
+    with _progress("reading back", source) as bar:
+        for name, got in written.read(source.entries.keys() & written.entries.keys()):
+            ((_, stored),) = source.read([name])
+            expected = export.value(name, stored)
+            if got.dtype != expected.dtype or got.shape != expected.shape or not _same_bits(got, expected):
+                wrong.append(name)
+            bar.update(source.entries[name].end - source.entries[name].start)
+    if wrong:
+        raise RuntimeError(
+            f"save_merged: what was read back is not what was to be written: {abbreviate(wrong)}; nothing is kept. Is "
+            "the disk sound, and was the source left alone meanwhile?"
+        )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equality that also holds for NaN, and not between 0 and -0."""
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def _check_logits(export: _Export, partial: Path) -> None:
+    """Load what was written and compare its logits with the live model's, on one row of random ids.
+
+    They differ by rounding: merged weights are rounded to the dtype written, and sums are rounded elsewhere.  How far
+    that moves the logits of this very model is measured: the live model runs once more with each merged projection's
+    output disturbed by noise of one such rounding.  The written model may be off by FACTOR times as much (root mean
+    square).
+    """
+    model = export.model
+    device = _room(model)
+    if device is None:
+        print("save_merged: no memory for a second model, so logits were not compared.", file=sys.stderr)
+        return
+    ids = torch.randint(model.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    training = model.training
+    model.eval()
+    try:
+        live = _logits(model, ids)
+        with _noise(export):
+            noisy = _logits(model, ids)
+    finally:
+        model.train(training)
+    error = _rms(_logits(load(partial, dtype=model.dtype, device=device), ids) - live)
+    allowed = FACTOR * _rms(noisy - live) + torch.finfo(model.dtype).eps * _rms(live)
+    if not error <= allowed:
+        raise RuntimeError(
+            f"save_merged: the written model answers differently from the live one (logits are off by {error:.3g}, "
+            f"rounding explains {allowed:.3g}); nothing is kept. Please report this."
+        )
+
+
+@torch.no_grad()
+def _logits(model: Model, ids: Tensor) -> Tensor:
+    with torch.autocast(model.device.type, enabled=False):
+        logits: Tensor = model(ids.to(model.device))
+        return logits.double().cpu()
+
+
+@contextmanager
+def _noise(export: _Export) -> Iterator[None]:
+    """Disturb the output of each projection by one rounding: relative to its root mean square, half a unit in the last
+    place of the dtype computed in and, if it was merged, of the dtype written, and what summing in fp32 adds."""
+    generator = torch.Generator().manual_seed(1)
+    entries = export.source.entries
+    written = {linear: torch.finfo(export.dtype_of(entries[name])).eps for name, linear in export.targets.items()}
+
+    def disturb(linear: Linear, inputs: Any, y: Tensor) -> Tensor:
+        summing = torch.finfo(torch.float32).eps * math.sqrt(linear.in_features)
+        size = (torch.finfo(linear.weight.dtype).eps + written.get(linear, 0.0) + summing) / 2 * _rms(y)
+        return y + (size * torch.randn(y.shape, generator=generator)).to(y)
+
+    hooks = [m.register_forward_hook(disturb) for m in export.model.modules() if isinstance(m, Linear)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.double().square().mean().sqrt())
+
+
+def _room(model: Model) -> torch.device | None:
+    """Where a second model of this size can be had: beside the first, else on the host, else nowhere."""
+    needed = 1.1 * sum(parameter.nbytes for parameter in model.parameters())
+    for device in (model.device, torch.device("cpu")):
+        if needed < free_memory(device):
+            return device
+    return None

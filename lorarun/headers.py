@@ -1,0 +1,167 @@
+"""What a safetensors file says about itself, read and checked without reading a tensor.
+
+A safetensors file is the header's length (8 bytes, little-endian), the header (JSON: name -> dtype, shape,
+data_offsets counted from the header's end) and the tensors' bytes without gaps. The safetensors library checks this
+too, but it opens one file, stops at the first fault and names neither the file nor the tensor. Here every fault of a
+file becomes a line of text, so that the caller can report those of all files at once. Source of the format: the README
+of the safetensors project. Given up: dtypes of less than a byte, which torch has no tensors for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+# The dtypes of the safetensors format that torch can hold in whole bytes.
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
+LFS_POINTER = b"version https://git-lfs"
+
+
+class Entry(NamedTuple):
+    """Where one tensor lies: bytes `start` to `end` (exclusive) of `file`, both counted from the file's beginning."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read_header(path: Path, problems: list[str]) -> dict[str, Entry]:
+    """The entries of one safetensors file in the order of their offsets. What is wrong with it is appended to
+    `problems`, each a phrase that begins with the file's name; then the entries may be incomplete."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as stream:
+            first = stream.read(max(8, len(LFS_POINTER)))
+            length = int.from_bytes(first[:8], "little")
+            stream.seek(8)
+            text = stream.read(length) if 8 < length <= min(size - 8, MAX_HEADER) else b""
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read ({error.strerror})")
+        return {}
+    if size == 0:
+        problems.append(f"{path.name} is empty")
+    elif first.startswith(LFS_POINTER):
+        problems.append(f"{path.name} is a git-lfs pointer, not the weights (run `git lfs pull`)")
+    elif not text:
+        problems.append(f"{path.name} has {size} bytes and claims a header of {length}: cut short, or not safetensors")
+    if not text or first.startswith(LFS_POINTER):
+        return {}
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        problems.append(f"{path.name} has a corrupt header: {error}")
+        return {}
+    entries: list[tuple[str, Entry]] = []
+    faults: list[str] = [] if isinstance(header, dict) else ["it is not a JSON object"]
+    for name, spec in header.items() if not faults else ():
+        try:
+            if name != "__metadata__":
+                entries.append((name, _entry(path.name, name, spec, 8 + length)))
+        except ValueError as error:
+            faults.append(str(error))
+    if faults:
+        problems.append(f"{path.name} has a corrupt header: {'; '.join(faults[:8])}")
+        return dict(entries)
+    entries.sort(key=lambda item: (item[1].start, item[1].end))
+    problem = _layout_problem(entries, 8 + length, size)
+    if problem:
+        problems.append(f"{path.name} {problem}")
+    return dict(entries)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"it names {abbreviate(twice)} more than once")
+    return dict(pairs)
+
+
+def _entry(file: str, name: str, spec: Any, base: int) -> Entry:
+    spec = spec if isinstance(spec, dict) else {}
+    shape, offsets = spec.get("shape"), spec.get("data_offsets")
+    for numbers in (shape, offsets):
+        if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(f"{name} lacks a valid shape or data_offsets")
+    if len(offsets) != 2:
+        raise ValueError(f"{name} has {len(offsets)} data_offsets instead of 2")
+    if not isinstance(spec.get("dtype"), str) or spec["dtype"] not in DTYPES:
+        raise ValueError(f"{name} has dtype {spec.get('dtype')!r}; known are {', '.join(DTYPES)}")
+    dtype = DTYPES[spec["dtype"]]
+    count = 1
+    for number in shape:
+        count *= number
+    if offsets[1] - offsets[0] != count * dtype.itemsize:
+        raise ValueError(
+            f"{name} is {spec['dtype']} {shape}, which takes {count * dtype.itemsize} bytes, not the "
+            f"{offsets[1] - offsets[0]} of its data_offsets"
+        )
+    return Entry(file, dtype, tuple(shape), base + offsets[0], base + offsets[1])
+
+
+def _layout_problem(entries: list[tuple[str, Entry]], base: int, size: int) -> str | None:
+    """What is wrong with where the tensors of one file lie, as the end of a sentence that begins with its name."""
+    end, previous = base, "the header"
+    for name, entry in entries:
+        if entry.start != end:
+            how = "overlap" if entry.start < end else "leave a gap between them"
+            return f"has a corrupt header: {previous} and {name} {how}"
+        end, previous = entry.end, name
+    if size < end:
+        cut = sum(entry.end > size for _, entry in entries)
+        return f"is cut short: {size} of {end} bytes, which cuts off {cut} of its {len(entries)} tensors"
+    return f"has {size - end} bytes after its last tensor" if size > end else None
+
+
+def is_plain_name(file: str) -> bool:
+    """Whether an index may name this file: a safetensors file in the same folder, on any operating system."""
+    return file.endswith(".safetensors") and not re.search(r"[/\\:\0]", file)
+
+
+def abbreviate(names: Collection[str], limit: int = 8) -> str:
+    """Names for an error message: those that differ in their first number (the layer) in one piece, as in
+    `model.layers.{0-3,7}.self_attn.q_proj.weight`, and no more than `limit` pieces."""
+    groups: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        match = re.fullmatch(r"(.*?\.)(\d+)((?:\..*)?)", name)
+        key = (match[1], match[3]) if match else (name, "")
+        groups.setdefault(key, set()).update([int(match[2])] if match else [])
+    pieces = []
+    for (before, after), numbers in groups.items():
+        spans: list[list[int]] = []
+        for number in sorted(numbers):
+            if spans and number == spans[-1][1] + 1:
+                spans[-1][1] = number
+            else:
+                spans.append([number, number])
+        text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+        pieces.append(before + (f"{{{text}}}" if len(numbers) > 1 else text) + after)
+    more = f" and {len(pieces) - limit} more" if len(pieces) > limit else ""
+    return ", ".join(pieces[:limit]) + more

@@ -1,0 +1,169 @@
+"""From a name to a model that runs: name → folder → configuration → decoder on the meta device → weights streamed in.
+
+Nothing is guessed on the way.  A model is built without memory first, then each tensor of the checkpoint takes its
+place, and every tensor that is missing, unexpected or of another shape is an error before anything could run on
+uninitialised weights.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from lorarun import adapter as adapters
+from lorarun.checkpoint import fill, open_checkpoint, read_config
+from lorarun.config import stored_dtype
+from lorarun.hub import resolve, resolve_adapter
+from lorarun.lora import find_targets
+from lorarun.models import build_model
+from lorarun.nn import Model
+from lorarun.quant.store import FP8Store, NF4Store
+from lorarun.tokenizer import Tokenizer
+
+STORES: dict[int, type[NF4Store] | type[FP8Store]] = {4: NF4Store, 8: FP8Store}
+
+
+def load(
+    name: str | Path,
+    bits: int | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+    adapter: str | Path | None = None,
+    mmap: bool = True,
+    template: str | None = None,
+    skip: Sequence[str] = (),
+) -> Model:
+    """Load a model, frozen and in eval mode, with its tokenizer as ``model.tokenizer``.
+
+    name: a local folder, a hub id (``owner/name``) or an alias (``llama-3.1-8b-instruct``; see
+    ``lorarun.hub.ALIASES``).  The folder or repository may also hold an adapter: then its base is loaded and the
+    adapter put on it. bits: how the projections of the blocks are kept: None or 16, dense as stored; 8, FP8 with a
+    scale a row; 4, NF4 with double quantisation. Each is quantised as it arrives, from the values that are stored;
+    embedding, head and norms stay dense. dtype: of what is dense and of the arithmetic; by default what the
+    checkpoint has on an accelerator, fp32 on a CPU, where quantised weights work too, slowly. device: by
+    default the accelerator, else the CPU.  A model that does not fit is refused with the numbers. revision: a branch,
+    tag or commit of the hub repository. adapter: a folder or hub id of a PEFT adapter to put on the model. mmap:
+    False reads the shards sequentially, which network file systems prefer. template: a chat template by name, for a
+    base model that has none (see :class:`lorarun.tokenizer.Tokenizer`). skip: projections that stay dense although
+    bits says otherwise, by name or what their names end in ("down_proj", "layers.0.mlp.up_proj").
+
+    Raises ValueError for a name, a configuration or a checkpoint that cannot be loaded exactly, OSError for what
+    cannot be read.
+    """
+    if bits not in (None, 16, *STORES):
+        raise ValueError(f"load: bits={bits} is not supported; None (what is stored), 16 (dense), 8 and 4 are.")
+    if dtype is not None and dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise ValueError(f"load: dtype is {dtype}; expected torch.bfloat16, float16, float32 or float64.")
+    source = resolve(str(name), revision)
+    if (source.folder / "adapter_config.json").is_file() and not (source.folder / "config.json").is_file():
+        if adapter is not None:
+            raise ValueError(
+                f"load: {name} is an adapter itself; give its base as the name to load adapter={adapter!r}."
+            )
+        adapter = source.folder
+        source = resolve(*adapters.base_of(adapter))
+    folder = None if adapter is None else resolve_adapter(adapter).folder
+    raw = read_config(source.folder)
+    checkpoint = open_checkpoint(source.folder)
+    place = default_device() if device is None else torch.device(device)
+    if dtype is None:
+        dtype = torch.float32 if place.type == "cpu" else stored_dtype(raw) or checkpoint.dtype
+    with torch.device("meta"):
+        model = build_model(raw)
+    if dtype is torch.float16 and not model.fp16:
+        raise ValueError(f"load: {name} overflows in float16; choose dtype=torch.bfloat16 or torch.float32.")
+    stores = _stores(model, bits, skip)
+    _check_fits(model, dtype, place, stores)
+    if stores and place.type == "cpu":
+        print(
+            f"load: {bits}-bit weights work on a CPU, but slowly: each product decodes them again. bits=16 is faster "
+            "where memory allows it.",
+            file=sys.stderr,
+        )
+    model.requires_grad_(False).eval()
+    model.nested = "text_config" in raw
+    fill(model, checkpoint, dtype, place, mmap, model.nested, stores)
+    model.source = source
+    if folder is not None:
+        adapters.load_adapter(model, folder)
+        template = adapters.template_of(folder) if template is None else template
+    model.tokenizer = Tokenizer.load(source.folder, template=template)
+    return model.eval()
+
+
+def load_adapter(
+    model: Model,
+    path: str | Path,
+    name: str = "default",
+    revision: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Attach a PEFT adapter from a local folder or the hub (``owner/name``), and make it the active one.
+
+    revision: a branch, tag or commit of the hub's repository.  The rest is :func:`lorarun.adapter.load_adapter`.
+    """
+    adapters.load_adapter(model, resolve_adapter(path, revision).folder, name, dtype)
+
+
+def default_device() -> torch.device:
+    """The accelerator that torch sees, else the CPU."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def _stores(model: Model, bits: int | None, skip: Sequence[str]) -> dict[str, type[NF4Store] | type[FP8Store]]:
+    """Names of the weights that are to be quantised: those of the blocks' projections, without what ``skip`` names."""
+    names = [skip] if isinstance(skip, str) else list(skip)
+    if names and bits not in STORES:
+        raise ValueError(f"load: skip={names} means something with bits=8 or 4 only; got bits={bits}.")
+    every = [path for path, _ in model.named_modules()]
+    unknown = [name for name in names if not any(path == name or path.endswith(f".{name}") for path in every)]
+    if unknown:
+        raise ValueError(f"load: skip names {', '.join(unknown)}, which no module of this model is called.")
+    if bits not in STORES:
+        return {}
+    projections = [path for path, _ in find_targets(model, "all-linear")]
+    skipped = {path for path in projections for name in names if path == name or path.endswith(f".{name}")}
+    return {f"{path}.weight": STORES[bits] for path in projections if path not in skipped}
+
+
+def _check_fits(
+    model: Model, dtype: torch.dtype, device: torch.device, stores: Mapping[str, type[NF4Store] | type[FP8Store]]
+) -> None:
+    """Refuse before reading what cannot fit: the weights alone against the free memory of an accelerator."""
+    if device.type != "cuda":
+        return
+    needed = sum(
+        p.numel() * (stores[name].bits / 8 if name in stores else dtype.itemsize)
+        for name, p in model.named_parameters()
+    )
+    free, total = free_memory(device), torch.cuda.mem_get_info(device)[1]
+    if needed > free:
+        gib = 2**30
+        raise ValueError(
+            f"load: the weights take {needed / gib:.1f} GiB in {dtype}{', quantised' if stores else ''}, and {device} "
+            f"has {free / gib:.1f} GiB free of {total / gib:.1f}. Free memory there, or choose a smaller model, fewer "
+            "bits or a smaller dtype."
+        )
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that can still be had on an accelerator or the host (by the limit of a container too); inf if unknown."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch's, but free
+        return torch.cuda.mem_get_info(device)[0] + unused
+    free, system, group = math.inf, Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    if system.exists():
+        free = _field(system, "MemAvailable:") * 1024
+    if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()) != "max":
+        free = min(free, int(limit) - _field(group / "memory.stat", "anon"))
+    return free
+
+
+def _field(path: Path, name: str) -> int:
+    return next(int(words[1]) for words in map(str.split, path.read_text().splitlines()) if words[0] == name)

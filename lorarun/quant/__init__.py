@@ -1,0 +1,1 @@
+"""How frozen weights are kept in four or eight bits: see :mod:`lorarun.quant.store`."""

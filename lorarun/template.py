@@ -1,0 +1,392 @@
+"""Chat templates: messages become text, and the answers in that text are found while it is being written.
+
+A checkpoint brings its own jinja2 template, so the text can be exactly what the model was tuned on. The usual way to
+train on answers only is to look for marker strings ("<|im_start|>assistant") in the result. That fails silently when a
+marker is spelled differently in context, and a user who types the marker is mistaken for the model. Here the template
+itself is asked: every `for` loop of its syntax tree gets a hidden call at the top of its body, which writes a random,
+invisible mark when the loop variable is one of the messages. The marks say which message wrote which stretch of text;
+stripped of them the text must equal the plain render, or they are not believed. What a generation prompt would already
+contain is then taken off the front of an assistant's stretch. Where a template names its answers itself, with
+`{% generation %}`, that is obeyed to the letter.
+
+The price is a few renders per conversation (four, most often). A template that does not loop over its
+messages is still served if its renders of the first i messages are prefixes of each other; otherwise it is refused.
+
+A template is somebody else's program. It runs in jinja2's immutable sandbox, and its loops, its output and its
+repetition operators are bounded. Memory is not otherwise accounted for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from os.path import commonprefix
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.parser
+import jinja2.sandbox
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.visitor import NodeTransformer
+
+MAX_CHARACTERS = 2**24  # of one rendered conversation
+MAX_ITERATIONS = 10**6  # of all the loops of one render together
+
+# Short templates of our own for base checkpoints that have none: the text, and the control tokens that it needs.
+NAMED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "chatml": (
+        "{%- for message in messages %}\n"
+        "    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}\n"
+        "{%- endfor %}\n"
+        "{%- if add_generation_prompt %}\n"
+        "    {{- '<|im_start|>assistant\\n' }}\n"
+        "{%- endif %}\n",
+        ("<|im_start|>", "<|im_end|>"),
+    ),
+    "llama3": (
+        "{{- bos_token }}\n"
+        "{%- for message in messages %}\n"
+        "    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}\n"
+        "    {{- message['content'] | trim + '<|eot_id|>' }}\n"
+        "{%- endfor %}\n"
+        "{%- if add_generation_prompt %}\n"
+        "    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}\n"
+        "{%- endif %}\n",
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    ),
+    "gemma": (
+        "{{- bos_token }}\n"
+        "{%- for message in messages %}\n"
+        "    {%- if message['role'] not in ['user', 'assistant'] %}\n"
+        "        {{- raise_exception('the gemma template has no role ' + message['role']) }}\n"
+        "    {%- endif %}\n"
+        "    {{- '<start_of_turn>' + ('model' if message['role'] == 'assistant' else 'user') + '\\n' }}\n"
+        "    {{- message['content'] | trim + '<end_of_turn>\\n' }}\n"
+        "{%- endfor %}\n"
+        "{%- if add_generation_prompt %}\n"
+        "    {{- '<start_of_turn>model\\n' }}\n"
+        "{%- endif %}\n",
+        ("<start_of_turn>", "<end_of_turn>"),
+    ),
+}
+
+Message = dict[str, Any]
+Span = tuple[int, int]
+
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+
+
+# --- the sandbox -----------------------------------------------------------------------------------------------------
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja2's sandbox, with `*` and `**` kept from making something enormous out of something small."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and not (abs(left) <= 2**32 and abs(right) <= 32):
+            raise SecurityError("a power in the template is too large")
+        for some, times in ((left, right), (right, left)):
+            if isinstance(some, (str, list, tuple)) and isinstance(times, int) and len(some) * times > MAX_CHARACTERS:
+                raise SecurityError(f"the template repeats something beyond {MAX_CHARACTERS:,} items")
+        return super().call_binop(context, operator, left, right)
+
+
+def _mark_call(kind: str, loop: int, target: nodes.Expr) -> nodes.Output:
+    call = nodes.Call(nodes.Name("_mark", "load"), [nodes.Const(kind), nodes.Const(loop), target], [], None, None)
+    return nodes.Output([call])
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %} … {% endgeneration %}`: the template's author says that this is the model's own text."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        scope = nodes.Scope(body, lineno=line)  # what is set inside stays inside, as in transformers
+        return [_mark_call("<", 0, nodes.Const(None)), scope, _mark_call(">", 0, nodes.Const(None))]
+
+
+class _MarkLoops(NodeTransformer):
+    """Puts a mark at the top of every loop's body, and one behind the loop."""
+
+    loops = 0
+
+    def visit_For(self, node: nodes.For) -> list[nodes.Node]:
+        self.loops += 1
+        loop = self.loops
+        self.generic_visit(node)
+        item = node.target
+        target = nodes.Name(item.name, "load") if isinstance(item, nodes.Name) else nodes.Const(None)
+        node.body.insert(0, _mark_call("+", loop, target))
+        return [node, _mark_call("-", loop, nodes.Const(None))]
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: jinja2's own filter writes <, > and & as escapes, which models never saw in training."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@lru_cache(maxsize=32)
+def _compile(text: str) -> jinja2.Template:
+    """The template `text` with marks in its loops, ready to run; the whitespace rules are transformers'."""
+    sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+    sandbox.filters["tojson"] = _tojson
+    sandbox.globals["raise_exception"] = _raise_exception
+    try:
+        tree = _MarkLoops().visit(sandbox.parse(text))
+        tree.set_environment(sandbox)
+        return jinja2.Template.from_code(sandbox, sandbox.compile(tree), sandbox.make_globals(None))
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"the chat template is not valid jinja2: line {error.lineno}: {error.message}") from error
+
+
+class _Marks:
+    """The hidden function that a running template calls: counts iterations, and writes marks if it has a nonce."""
+
+    def __init__(self, messages: Sequence[Message], nonce: str = "") -> None:
+        self.order = {id(message): i for i, message in enumerate(messages)}
+        self.nonce = nonce
+        self.calls = 0
+        self.reached: int | None = None
+
+    def __call__(self, kind: str, loop: int, item: Any) -> str:
+        self.calls += 1
+        if self.calls > MAX_ITERATIONS:
+            raise SecurityError(f"the template loops more than {MAX_ITERATIONS:,} times")
+        index = self.order.get(id(item), -1)
+        if index >= 0:
+            self.reached = index
+        return f"\x02{self.nonce}{kind}{loop}:{index}\x03" if self.nonce else ""
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """A copy of `value` made of plain JSON types only, for a template must not be handed objects with methods."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    raise ValueError(f"a message may hold text, numbers, lists and dicts, got a {type(value).__name__}")
+
+
+def check_messages(messages: Any) -> list[Message]:
+    """`messages` as fresh plain dicts, keys whose value is None left out (as transformers does).
+
+    Raises ValueError for what is not a list of {"role", "content"}; "content" may lack where there are "tool_calls".
+    """
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise ValueError(f"messages must be a list of at least one {{'role', 'content'}} dict, got {messages!r:.60}")
+    checked: list[Message] = []
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, Mapping):
+            raise ValueError(f"message {number} must be a {{'role', 'content'}} dict, got {message!r:.60}")
+        kept = {str(key): plain(value) for key, value in message.items() if value is not None}
+        content = kept.get("content", "" if "tool_calls" in kept else None)
+        if not isinstance(kept.get("role"), str) or not isinstance(content, (str, list)):
+            raise ValueError(
+                f"message {number} must have a text 'role' and a 'content' that is text or a list of parts, "
+                f"got { {key: type(value).__name__ for key, value in message.items()} }"
+            )
+        checked.append(kept)
+    return checked
+
+
+# --- the template ----------------------------------------------------------------------------------------------------
+
+
+class Template:
+    """A chat template's text and the special tokens (`bos_token`, `eos_token`, …) that it may name."""
+
+    def __init__(self, text: str, tokens: Mapping[str, str]) -> None:
+        self.text = text
+        self.tokens = dict(tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **extra: Any,
+    ) -> str:
+        """The conversation as text. `extra` goes to the template as it is (`enable_thinking=False`, …).
+
+        Raises ValueError with the template's own message and the roles when the template refuses.
+        """
+        return _Conversation(self, check_messages(messages), tools, extra).render(prompt=add_generation_prompt)
+
+    def answers(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **extra: Any,
+    ) -> tuple[str, list[Span]]:
+        """The conversation as text, and the [start, end) character spans in it that the model has to learn.
+
+        A span begins where the generation prompt ends and reaches through the end-of-turn token; white space behind
+        that is left out. Every message of the role "assistant" gives one, unless the template has generation tags.
+        """
+        return _Conversation(self, check_messages(messages), tools, extra).answers()
+
+
+class _Conversation:
+    """One conversation being rendered by one template, several times with the same clock and arguments."""
+
+    def __init__(self, template: Template, messages: list[Message], tools: Any, extra: dict[str, Any]) -> None:
+        self.template = template
+        self.messages = messages
+        self.now = datetime.now()
+        self.variables = {**template.tokens, "documents": None, "tools": plain(tools), **plain(extra)}
+
+    def render(self, messages: list[Message] | None = None, prompt: bool = False, nonce: str = "") -> str:
+        messages = self.messages if messages is None else messages
+        mark = _Marks(messages, nonce)
+        variables = {**self.variables, "messages": messages, "add_generation_prompt": prompt, "_mark": mark}
+        pieces: list[str] = []
+        room = MAX_CHARACTERS
+        template = _compile(self.template.text)
+        try:
+            for piece in template.generate(variables, strftime_now=self.now.strftime):
+                pieces.append(piece)
+                room -= len(piece)
+                if room < 0:
+                    raise SecurityError(f"the text grows beyond {MAX_CHARACTERS:,} characters")
+        except _FAILURES as error:
+            roles = ", ".join(message["role"] for message in messages) or "no messages"
+            at = "" if mark.reached is None else f", at message {mark.reached + 1} ({messages[mark.reached]['role']})"
+            raise ValueError(f"the chat template refused a conversation ({roles}){at}: {error}") from error
+        return "".join(pieces)
+
+    def attempt(self, messages: list[Message], prompt: bool = False) -> str | None:
+        try:
+            return self.render(messages, prompt)
+        except ValueError:
+            return None
+
+    def marked(self, messages: list[Message], text: str) -> tuple[dict[int, list[Span]], list[Span]] | None:
+        """Which spans of `text` each message wrote, and those of generation tags; None if marks change the text."""
+        nonce = secrets.token_hex(8)
+        try:
+            parts = re.split(f"\x02{nonce}([-+<>])(\\d+):(-?\\d+)\x03", self.render(messages, nonce=nonce))
+        except ValueError:
+            return None
+        if "".join(parts[::4]) != text:
+            return None
+        written: dict[int, list[Span]] = {}
+        tagged: list[Span] = []
+        at = tag = 0
+        running: tuple[int, int, int] | None = None  # the outermost loop over messages: its number, message, start
+        for piece, kind, loop, index in zip(parts[::4], parts[1::4], parts[2::4], parts[3::4], strict=False):
+            at += len(piece)
+            if kind == "<":
+                tag = at
+            elif kind == ">":
+                tagged.append((tag, at))
+            elif running is None or running[0] == int(loop):
+                if running is not None:
+                    written.setdefault(running[1], []).append((running[2], at))
+                running = (int(loop), int(index), at) if kind == "+" and int(index) >= 0 else None
+        return written, tagged
+
+    def answers(self) -> tuple[str, list[Span]]:
+        text = self.render()
+        found = self.marked(self.messages, text)
+        if _GENERATION_TAG.search(self.template.text):
+            if found is None:
+                raise ValueError("this chat template changes the text of its {% generation %} tags after writing it")
+            return text, [(start, end) for start, end in found[1] if start < end]
+        written = found[0] if found else {}
+        known: dict[str, tuple[str, ...]] = {}
+        spans: list[Span] = []
+        for i, message in enumerate(self.messages):
+            if message["role"] != "assistant":
+                continue
+            stretches = [(start, end) for start, end in written.get(i, []) if not text[start:end].isspace()]
+            stretches = [(start, end) for start, end in stretches if start < end]
+            if not stretches and i in written and not message.get("content"):
+                continue  # the template writes nothing for it, and there was nothing to write
+            start, end = self.trim(i, text, stretches[0], known) if len(stretches) == 1 else self.between(i, text)
+            end = start + len(text[start:end].rstrip())
+            if start < end:
+                spans.append((start, end))
+        return text, spans
+
+    def trim(self, i: int, text: str, stretch: Span, known: dict[str, tuple[str, ...]]) -> Span:
+        """What message i wrote, without what the generation prompt of the messages before it already contains.
+
+        `known` keeps, for the role of the message before, the headers that were found, so that a long conversation
+        costs no more renders than a short one.
+        """
+        start, end = stretch
+        before = self.messages[i - 1]["role"] if i else ""
+        for header in known.get(before, ()):
+            if text.startswith(header, start, end):
+                return start + len(header), end
+        opening = self.attempt(self.messages[:i], prompt=True)
+        if opening is not None and text.startswith(opening) and len(opening) <= end:
+            known[before] = (text[start : len(opening)],)  # "" when the user's turn ends in the header
+            return max(start, len(opening)), end
+        # The start of the conversation is rendered differently when more follows (or refused): compare headers.
+        prompt = self.generation_prompt(i, opening, text)
+        if text.startswith(prompt, start, end):
+            known[before] = (prompt,)
+            return start + len(prompt), end
+        # This answer's header is not the whole prompt (a prompt that opens a thought, say): it is as much of it as
+        # stands before the content, whatever the content is.
+        probe = secrets.token_hex(8)
+        probed = [dict(message) for message in self.messages]
+        probed[i]["content"] = probe
+        other = self.render(probed)
+        found = self.marked(probed, other)
+        for low, high in found[0].get(i, []) if found else ():
+            header = commonprefix([other[low:high].partition(probe)[0], prompt])
+            if probe in other[low:high] and header.strip() and text.startswith(header, start, end):
+                known[before] = (prompt, header)
+                return start + len(header), end
+        raise ValueError(
+            f"message {i + 1} (assistant) is not written behind the template's generation prompt {prompt!r}, so where "
+            "the answer begins cannot be told; put {% generation %} tags around answers in the template"
+        )
+
+    def generation_prompt(self, i: int, opening: str | None, text: str) -> str:
+        closed = self.attempt(self.messages[:i]) if opening is not None else None
+        if opening is None or closed is None or not opening.startswith(closed):
+            opening, closed = self.render(prompt=True), text
+        if not opening.startswith(closed):
+            raise ValueError("add_generation_prompt changes more than the end of this chat template's text")
+        return opening[len(closed) :]
+
+    def between(self, i: int, text: str) -> Span:
+        """Without marks: from the end of the prompt for answer i to the end of the conversation up to it."""
+        opening = self.attempt(self.messages[:i], prompt=True)
+        closing = self.attempt(self.messages[: i + 1])
+        if opening is None or closing is None or not text.startswith(opening) or not text.startswith(closing):
+            raise ValueError(
+                f"which text belongs to message {i + 1} (assistant) cannot be told from this chat template; "
+                "put {% generation %} tags around answers in the template"
+            )
+        return len(opening), max(len(opening), len(closing))

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Run every check: style, types, layers, tests. Sets up .venv when needed. Arguments go to pytest:
+#   bash scripts/test.sh                    all
+#   bash scripts/test.sh tests/test_lora.py -k merge
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. scripts/venv.sh
+
+failed=""
+check() {
+    echo "== $*"
+    "$@" || failed="$failed [$*]"
+}
+check ruff check --output-format concise
+check ruff format --check
+check mypy
+check lint-imports --no-logo
+if [ $# = 0 ]; then # the tests would fetch these too, but without a word
+    check python scripts/fetch.py smollm2-135m gemma3-270m
+fi
+check python -m pytest "$@"
+if [ -n "$failed" ]; then
+    echo "failed:$failed" >&2
+    exit 1
+fi

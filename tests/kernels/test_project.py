@@ -1,0 +1,126 @@
+"""Projections and the gated MLP as one Function, against the modules one by one in float64."""
+
+import copy
+
+import pytest
+import torch
+from kernels.checks import close, narrow, poison
+
+from lorarun.kernels.backend import reference
+from lorarun.nn import Adapter, Clock, Linear
+from lorarun.project import gated_mlp, obstacle, project
+
+SEVEN = ("q", "k", "v")
+
+
+def linear(device, dtype, cols, size, rank, bias=False, dropout=0.0, stream=0, clock=None):
+    made = Linear(cols, size, bias)
+    made.weight.data = torch.randn(size, cols) / cols**0.5
+    if bias:
+        made.bias.data = torch.randn(size)
+    made.requires_grad_(False).to(device, dtype)
+    if rank:
+        adapter = Adapter(rank, 1.5, dropout, stream, clock or Clock(3, 1))
+        a, b = torch.randn(rank, cols) / cols**0.5, torch.randn(size, rank) / rank**0.5
+        made.attach("default", adapter, a.to(device), b.to(device))
+        made.active = "default"
+    return made.train()
+
+
+def compare(call, linears, inputs, roundings):
+    """``call(linears, *inputs)`` through the kernels, and in float64 through each module of its own."""
+    upstream = None
+    results = []
+    for exact in (False, True):
+        modules = copy.deepcopy(linears)
+        leaves = [t.detach().clone().to(torch.float64 if exact else t.dtype).requires_grad_() for t in inputs]
+        if exact:
+            modules = [m.double() for m in modules]
+        poison(inputs[0].device)
+        if exact:
+            with reference():
+                out = call(modules, *leaves)
+        else:
+            out = call(modules, *leaves)
+        outs = out if isinstance(out, tuple) else (out,)
+        upstream = upstream or [torch.randn_like(o) for o in outs]
+        learning = [p for m in modules for p in m.parameters() if p.requires_grad]
+        grads = torch.autograd.grad(
+            outs, leaves + learning, [u.to(o.dtype) for u, o in zip(upstream, outs, strict=True)]
+        )
+        results.append([*outs, *grads])
+        if not exact:
+            assert all(g.dtype == torch.float32 for g in grads[len(leaves) :])
+    dtype = inputs[0].dtype
+    for i, (ours, theirs) in enumerate(zip(*results, strict=True)):
+        close(ours.detach().to(dtype), theirs.detach(), f"result {i}", roundings)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("ranks", [(8, 8, 8), (4, 0, 16), (0, 0, 0)])
+@pytest.mark.parametrize(("bias", "dropout"), [(False, 0.0), (True, 0.25)])
+def test_project(device, ranks, bias, dropout, half):
+    torch.manual_seed(0)
+    dtype = narrow(device) if half else torch.float32
+    linears = [linear(device, dtype, 68, n, r, bias, dropout) for n, r in zip((96, 40, 40), ranks, strict=True)]
+    assert obstacle(linears, dtype) is None
+    x = torch.randn(2, 9, 68).to(device, dtype)
+    compare(lambda ls, x: project(x, *ls), linears, [x], 8 if half else 64)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize(
+    ("ranks", "dropout"), [((8, 8, 8), 0.0), ((4, 0, 16), 0.25), ((0, 0, 4), 0.0), ((0, 4, 0), 0.0), ((0, 0, 0), 0.0)]
+)
+def test_gated_mlp(device, act, ranks, dropout, half):
+    torch.manual_seed(0)
+    dtype = narrow(device) if half else torch.float32
+    bias = ranks[0] == 4
+    gate, up = (linear(device, dtype, 64, 132, r, bias, dropout, stream=2) for r in ranks[:2])
+    down = linear(device, dtype, 132, 64, ranks[2], bias, dropout, stream=3)
+    h, residual = torch.randn(2, 35, 64).to(device, dtype), torch.randn(2, 35, 64).to(device, dtype)
+    call = lambda ls, h, r: gated_mlp(h, *ls, act, residual=r)  # noqa: E731
+    compare(call, [gate, up, down], [h, residual], 16 if half else 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
+def test_a_layer_of_real_size(device, dropout):
+    torch.manual_seed(0)
+    dtype = torch.bfloat16
+    x = torch.randn(1, 4097, 4096).to(device, dtype)
+    linears = [linear(device, dtype, 4096, n, 16, False, dropout) for n in (4096, 1024, 1024)]
+    compare(lambda ls, x: project(x, *ls), linears, [x], 8)
+    gate, up = (linear(device, dtype, 4096, 14336, 16, False, dropout, stream=2) for _ in "gu")
+    down = linear(device, dtype, 14336, 4096, 16, False, dropout, stream=3)
+    call = lambda ls, h, r: gated_mlp(h, *ls, "silu", residual=r)  # noqa: E731
+    compare(call, [gate, up, down], [x, x.flip(1)], 16)
+
+
+@pytest.mark.kernel
+def test_unused_outputs_no_input_gradient_and_the_same_bits_twice(device):
+    torch.manual_seed(0)
+    linears = [linear(device, torch.float32, 64, n, 8) for n in (48, 32)]
+    x = torch.randn(5, 7, 64, device=device)
+    y, _ = project(x, *linears)
+    factors = [p for m in linears for p in m.parameters() if p.requires_grad]
+    first = torch.autograd.grad(y.square().sum(), factors, retain_graph=True)
+    second = torch.autograd.grad(y.square().sum(), factors)
+    assert all(map(torch.equal, first, second))
+    assert all((g == 0).all() for g in first[2:]) and all(g.abs().sum() > 0 for g in first[:2])
+
+
+@pytest.mark.kernel
+def test_a_hook_on_one_projection_fires(device):
+    linears = [linear(device, torch.float32, 64, n, 8) for n in (48, 32)]
+    seen = []
+    linears[1].register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    x = torch.randn(2, 3, 64, device=device)
+    hooked = project(x, *linears)
+    assert seen == [(2, 3, 32)] and "hook" in obstacle(linears, torch.float32)
+    linears[1]._forward_hooks.clear()
+    for a, b in zip(hooked, project(x, *linears), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

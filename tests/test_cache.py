@@ -1,0 +1,211 @@
+"""Decoding with a cache is the full forward, cut into steps.
+
+The full forward agrees with transformers elsewhere; here it is the reference for every way of cutting it: prompts
+shorter and longer than the window, one token at a time, chunks, padding on the left up to whole windows of it.
+Checkpoints are tiny, and their windows (8, or less where a test says so) are shorter than their rows.
+
+1e-4 on logits of unit size: fp32 sums of a few hundred products, taken in another order, over six layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lorarun.cache import Cache, place
+from lorarun.models import build_model
+
+FAMILIES = (
+    "llama3",
+    "llama-bias",
+    "mistral-sliding",
+    "qwen2",
+    "qwen2-sliding",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3-text",
+)
+WINDOWED = ("mistral-sliding", "qwen2-sliding", "gemma2", "gemma3-text")
+CLOSE = dict(rtol=0.0, atol=1e-4)
+Tiny = Callable[[str], Path]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@functools.cache
+def build(folder: Path, window: int | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    """The model of a tiny checkpoint, its window replaced where one is given."""
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if window is not None:
+        assert raw["sliding_window"] is not None
+        raw["sliding_window"] = window
+    with torch.device("meta"):
+        model: Any = build_model(raw)
+    model.load_state_dict(load_file(folder / "model.safetensors"), strict=False, assign=True)
+    model.tie()
+    return model.to(dtype).requires_grad_(False).eval()
+
+
+def some_ids(*shape: int) -> Tensor:
+    return torch.randint(3, 1000, shape, generator=torch.Generator().manual_seed(1))
+
+
+def left_padded(rows: list[Tensor], extra: int) -> tuple[Tensor, Tensor]:
+    """ids and documents [rows, longest + extra]; pads have an ordinary token's id, so that nothing can go by the id."""
+    length = max(len(row) for row in rows) + extra
+    ids, documents = torch.full((len(rows), length), 7), torch.full((len(rows), length), -1)
+    for i, row in enumerate(rows):
+        ids[i, length - len(row) :], documents[i, length - len(row) :] = row, 0
+    return ids, documents
+
+
+def in_chunks(model: Any, ids: Tensor, sizes: list[int], documents: Tensor | None = None) -> Tensor:
+    """The logits of all of ids, whose first chunks have these sizes and whose rest goes one by one."""
+    cache = Cache(model, *ids.shape)
+    sizes = [*sizes, *[1] * (ids.shape[1] - sum(sizes))]
+    first = None if documents is None else documents[:, : sizes[0]]
+    pieces = ids.split(sizes, dim=1)
+    logits = [model(pieces[0], documents=first, cache=cache)]
+    logits += [model(piece, cache=cache) for piece in pieces[1:]]
+    assert cache.length == ids.shape[1]
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("sizes", [[1], [13], [3, 6, 1, 9]], ids=["steps", "prompt", "chunks"])
+def test_any_cut_equals_the_full_forward(tiny: Tiny, name: str, sizes: list[int]) -> None:
+    model, ids = build(tiny(name)), some_ids(2, 22)
+    torch.testing.assert_close(in_chunks(model, ids, sizes), model(ids), **CLOSE)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("window", [1, 4])
+def test_short_windows(tiny: Tiny, name: str, window: int) -> None:
+    """A window of one token sees nothing but itself, and its cache stays empty."""
+    model, ids = build(tiny(name), window), some_ids(2, 12)
+    torch.testing.assert_close(in_chunks(model, ids, [6, 3]), model(ids), **CLOSE)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("extra", [0, 3, 50])
+def test_left_padding_changes_nothing(tiny: Tiny, name: str, extra: int) -> None:
+    """Rows of 2, 5 and 11 tokens in one batch, continued by 10, against each row alone.  50 pads fill whole windows."""
+    model = build(tiny(name))
+    prompts, more = [some_ids(n) for n in (2, 5, 11)], some_ids(3, 10)
+    ids, documents = left_padded(prompts, extra)
+    whole = torch.cat((ids, more), dim=1)
+    cut = in_chunks(model, whole, [ids.shape[1]], documents)
+    full = model(whole, documents=torch.cat((documents, torch.zeros_like(more)), dim=1))
+    assert bool(cut.isfinite().all()) and bool(full.isfinite().all())
+    for i, prompt in enumerate(prompts):
+        alone = model(torch.cat((prompt, more[i])).unsqueeze(0))[0]
+        torch.testing.assert_close(cut[i, -len(alone) :], alone, **CLOSE)
+        torch.testing.assert_close(full[i, -len(alone) :], alone, **CLOSE)
+
+
+def test_positions_count_tokens_only(tiny: Tiny) -> None:
+    """Rotation is relative: positions that count the pads too would show in no logits, but for dynamic scaling."""
+    model = build(tiny("llama3"))
+    ids, documents = left_padded([some_ids(2), some_ids(5)], 1)
+    cache = Cache(model, 2, 9)
+    assert place(ids, None, documents, cache)[0].tolist() == [[0, 0, 0, 0, 0, 1], [0, 0, 1, 2, 3, 4]]
+    model(ids, documents=documents, cache=cache)
+    assert place(ids[:, :2], None, None, cache)[0].tolist() == [[2, 3], [5, 6]]
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma3-text"])
+def test_a_padded_prompt_in_chunks(tiny: Tiny, name: str) -> None:
+    model = build(tiny(name), 4 if name == "gemma3-text" else None)
+    prompts = [some_ids(n) for n in (10, 12)]
+    ids, documents = left_padded(prompts, 0)
+    logits = in_chunks(model, ids, [5, 4], documents)
+    for i, prompt in enumerate(prompts):
+        torch.testing.assert_close(logits[i, -len(prompt) :], model(prompt.unsqueeze(0))[0], **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["mistral-sliding", "gemma2", "gemma3-text"])
+@pytest.mark.parametrize("window", [4, 8])
+def test_a_window_counts_its_own_token(tiny: Tiny, name: str, window: int) -> None:
+    """Query i sees keys i − W + 1 … i: layer 1's output at token W does not depend on token 0, at W − 1 it does.
+
+    A window that counts W tokens *before* the query is one too wide (github.com/sgl-project/sglang/issues/26147).
+    """
+    model, ids = build(tiny(name), window), some_ids(1, 2 * window)
+    assert model.config.windows[0] == window
+    other = ids.clone()
+    other[0, 0] += 1
+
+    def first_layer(ids: Tensor, prompt: int) -> Tensor:
+        cache = Cache(model, *ids.shape)
+        pieces = ids.split([prompt, *[1] * (ids.shape[1] - prompt)], dim=1)
+        return torch.cat([model.hidden_states(piece, cache=cache, layers=True)[1] for piece in pieces], dim=1)
+
+    for prompt in (2 * window, window - 1, 1):  # all at once; tokens W − 1 and W as steps; all of them as steps
+        change = (first_layer(ids, prompt) - first_layer(other, prompt)).abs().amax(dim=(0, 2))  # [2 W]
+        assert bool((change[:window] > 1e-6).all()) and bool((change[window:] == 0).all())
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2-sliding", "gemma2", "gemma3-text"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_left_padded_rows_have_finite_gradients(tiny: Tiny, name: str, dtype: torch.dtype) -> None:
+    """A pad sees itself, so no softmax is 0/0 and no NaN spreads from it (github.com/pytorch/pytorch/issues/103749)."""
+    model = build(tiny(name), 4 if name in WINDOWED else None, dtype)
+    rows = [some_ids(n) for n in (3, 12, 7)]  # nine pads before the first: whole windows of padding
+    ids, documents = left_padded(rows, 0)
+
+    def gradients(ids: Tensor, documents: Tensor) -> dict[str, Tensor]:
+        with torch.enable_grad():
+            logits = model(ids, documents=documents).float()
+        assert bool(logits.isfinite().all())
+        real = (documents[:, 1:] == 0) & (documents[:, :-1] == 0)
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1][real], ids[:, 1:][real], reduction="sum")
+        named = dict(model.named_parameters())
+        return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+
+    model.requires_grad_(True)
+    try:
+        padded = gradients(ids, documents)
+        alone = [gradients(row.unsqueeze(0), torch.zeros(1, len(row), dtype=torch.int64)) for row in rows]
+    finally:
+        model.requires_grad_(False)
+    for key, gradient in padded.items():
+        assert bool(gradient.isfinite().all()), key
+        if dtype == torch.float32:
+            expected = sum(each[key] for each in alone)
+            torch.testing.assert_close(
+                gradient, expected, rtol=1e-4, atol=1e-4, msg=lambda text, key=key: f"{key}: {text}"
+            )
+
+
+def test_a_sliding_layer_keeps_no_more_than_its_window(tiny: Tiny) -> None:
+    """Neither in what the next step reads, nor in the memory below it."""
+    model = build(tiny("gemma3-text"))
+    cache = Cache(model, 1, 40)
+    for ids in (some_ids(1, 30), some_ids(1, 1), some_ids(1, 9)):
+        model(ids, cache=cache)
+        for window, (keys, values) in zip(cache.windows, cache._layers, strict=True):
+            for tensor in (keys, values):
+                token = tensor[:, :1].numel() * tensor.element_size()
+                assert tensor.shape[1] == (40 if window is None else window - 1)
+                assert tensor.untyped_storage().nbytes() <= token * (40 if window is None else window)
+
+
+def test_what_a_cache_refuses(tiny: Tiny) -> None:
+    model, ids = build(tiny("llama3")), some_ids(2, 6)
+    cache = Cache(model, 2, 8)
+    with pytest.raises(ValueError, match="padded on the left"):
+        model(ids, documents=torch.tensor([[0, 0, 0, 0, 0, 0], [0, 0, 0, 0, -1, -1]]), cache=cache)
+    assert cache.length == 0
+    model(ids, documents=torch.tensor([[0, 0, 0, 0, 0, 0], [-1, -1, 0, 0, 0, 0]]), cache=cache)
+    with pytest.raises(ValueError, match="documents belong to the first call"):
+        model(ids[:, :1], documents=torch.zeros(2, 1, dtype=torch.int64), cache=cache)
+    with pytest.raises(ValueError, match="holds 8 tokens; 9 were asked for"):
+        model(ids[:, :3], cache=cache)

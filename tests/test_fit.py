@@ -1,0 +1,303 @@
+"""The loop: what it trains, writes and says, how it stops; and the same loop in the open, scripts/finetune.py."""
+
+import functools
+import json
+import math
+import runpy
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import toy
+from safetensors.torch import load_file
+
+import lorarun
+from lorarun import train
+from lorarun.data import batches, prepare
+
+load = functools.partial(lorarun.load, device="cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
+ROWS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"what {'quick ' * (i % 5)}fox {i}"},
+            {"role": "assistant", "content": f"the brown fox {i % 3}"},
+        ]
+    }
+    for i in range(24)
+]
+
+
+@pytest.fixture
+def model(tiny, tmp_path):
+    """A tiny model whose folder has a tokenizer, with an adapter."""
+    folder = shutil.copytree(tiny("llama3"), tmp_path / "base")
+    return lorarun.add_lora(load(toy.make(folder), template="chatml"), r=4, seed=0)
+
+
+def metrics(result):
+    return [json.loads(line) for line in result.metrics.read_text().splitlines()]
+
+
+def trained(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def on_forward(model, call, act):
+    """Do something to the final hidden states of the forward number `call`, counted from 1."""
+    calls = []
+
+    def hook(module, args, out):
+        calls.append(None)
+        return act(out) if len(calls) == call else None
+
+    model.model.norm.register_forward_hook(hook)
+
+
+def longest(model):
+    return max(len(document.ids) for document in prepare(ROWS, model.tokenizer).documents)
+
+
+def test_fit_learns_and_leaves_everything_behind(model, tmp_path, capsys):
+    before, frozen = trained(model), {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
+    rows = [*ROWS, {"messages": [{"role": "user", "content": "quick " * 200}, {"role": "assistant", "content": "fox"}]}]
+    result = lorarun.fit(
+        model, rows, tmp_path / "out", epochs=6, lr=2e-2, max_tokens=150, eval_rows=ROWS[:5], eval_every=7, clip=0.5
+    )
+    said = capsys.readouterr().err
+    data = prepare(ROWS, model.tokenizer)
+    total = sum(len(document.ids) for document in data.documents)
+    learned = sum(int((document.labels[1:] >= 0).sum()) for document in data.documents)
+    assert f"training on 24 rows: {total:,} tokens, {learned:,} of them supervised" in said
+    assert "1 of 25 rows left out: 1 longer than 150 tokens (row 25)" in said
+    assert "evaluating on 5 rows" in said and f"{result.steps} steps of up to 150 tokens" in said
+    assert str(result.adapter) in said
+
+    lines = metrics(result)
+    assert [line["step"] for line in lines] == list(range(result.steps + 1))
+    assert sum(line.get("tokens", 0) for line in lines) == 6 * total
+    assert sum(line.get("supervised", 0) for line in lines) == 6 * learned
+    keys = {"step", "loss", "lr", "grad_norm", "tokens", "supervised", "tokens_per_s", "elapsed_s"}
+    for line in lines[1:]:
+        due = line["step"] % 7 == 0 or line["step"] == result.steps
+        assert line.keys() == (keys | {"eval_loss"} if due else keys)
+    assert lines[0].keys() == {"step", "elapsed_s", "eval_loss"}
+    assert (result.first_loss, result.last_loss) == (lines[1]["loss"], lines[-1]["loss"])
+    assert (result.eval_before, result.eval_after) == (lines[0]["eval_loss"], lines[-1]["eval_loss"])
+    assert result.eval_after == train.evaluate(model, batches(ROWS[:5], model.tokenizer, 150))
+    assert result.eval_after < 0.8 * result.eval_before
+
+    assert result.plot.read_bytes().startswith(b"\x89PNG")
+    assert not result.interrupted and result.skipped == 0
+    assert model.training and all(p.grad is None for p in model.parameters())
+    after = trained(model)
+    assert all(not torch.equal(after[name], before[name]) for name in before)
+    assert all(torch.equal(p, frozen[n]) for n, p in model.named_parameters() if n in frozen)
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.name.startswith(".") or "tmp" in path.name]
+    saved = load(tmp_path / "base", adapter=result.adapter)
+    got = {name: p for name, p in saved.named_parameters() if ".lora_" in name}
+    assert got.keys() == after.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in after.items())
+
+
+def test_the_schedule_advances_once_a_step(model, tmp_path):
+    """24 batches by 4 are 6 steps (tracel-ai/burn#5695); two passes by 5 are 10, the last of 3 batches."""
+    how = {"max_tokens": longest(model), "pack": False, "schedule": "linear"}
+    single = [{"messages": row["messages"]} for row in ROWS if "fox 4" in row["messages"][0]["content"]][:1] * 24
+    result = lorarun.fit(model, single, tmp_path, accumulate=4, lr=1e-3, warmup=2, **how)
+    assert result.steps == 6
+    rates = [0.0, 5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4]
+    assert [line["lr"] for line in metrics(result)] == pytest.approx(rates, rel=1e-12)
+    one = metrics(result)[0]["tokens"]
+    result = lorarun.fit(model, single, tmp_path, accumulate=5, epochs=2, **how)
+    assert [line["tokens"] / one for line in metrics(result)] == [5 / 4] * 9 + [3 / 4]
+
+
+def test_steps_take_as_many_passes_as_they_need_and_orders_follow_the_seed(model, tmp_path):
+    before = trained(model)
+
+    def run(**how):
+        model.load_state_dict(before, strict=False)
+        return [line["loss"] for line in metrics(lorarun.fit(model, ROWS, tmp_path, max_tokens=150, lr=1e-3, **how))]
+
+    first = run(steps=8)
+    assert len(first) == 8
+    assert first == run(steps=8)
+    assert first != run(steps=8, seed=1)
+
+
+def test_a_fraction_can_be_held_out(model, tmp_path, capsys):
+    result = lorarun.fit(model, iter(ROWS), tmp_path, eval_fraction=0.25, max_tokens=150)
+    said = capsys.readouterr().err
+    assert "training on 18 rows" in said and "evaluating on 6 rows" in said
+    assert result.eval_before and result.eval_after
+
+
+def test_ctrl_c_saves_what_is_trained(model, tmp_path, capsys):
+    on_forward(model, 4, lambda out: signal.raise_signal(signal.SIGINT))
+    result = lorarun.fit(model, ROWS, tmp_path / "out", steps=9, lr=1e-2, max_tokens=150, warmup=0, eval_rows=ROWS[:2])
+    assert result.interrupted and result.eval_after is None
+    assert result.steps == len(metrics(result)) - 1 == 2  # the first forward was the evaluation
+    assert f"adapter in {result.adapter}" in capsys.readouterr().err
+    saved = load(tmp_path / "base", adapter=result.adapter)
+    parameters = {name: p for name, p in saved.named_parameters() if ".lora_" in name}
+    assert all(torch.equal(parameters[name], tensor) for name, tensor in trained(model).items())
+    assert any(p.any() for name, p in parameters.items() if ".lora_B." in name)
+
+
+def test_a_step_that_is_not_finite_changes_nothing(model, tmp_path, capsys):
+    seen = []
+
+    def poison(out):
+        seen.append(trained(model))
+        return out * math.nan
+
+    on_forward(model, 3, poison)
+    on_forward(model, 4, lambda out: seen.append(trained(model)))
+    result = lorarun.fit(model, ROWS, tmp_path, steps=5, lr=1e-2, max_tokens=150, warmup=0)
+    assert (result.steps, result.skipped) == (4, 1)
+    assert all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
+    lines = metrics(result)
+    assert [line["step"] for line in lines if "skipped" in line] == [3]
+    assert lines[2]["loss"] is None and lines[2]["grad_norm"] is None
+    assert "56 gradients not finite: model.layers.0.self_attn.q_proj.lora_A" in lines[2]["skipped"]
+    assert "step 3 is skipped: 56 gradients" in capsys.readouterr().err
+    assert all(p.isfinite().all() for p in trained(model).values())
+
+
+def test_without_matplotlib_there_is_no_plot(model, tmp_path, monkeypatch):
+    (tmp_path / "loss.png").write_bytes(b"of another run")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert lorarun.fit(model, ROWS, tmp_path, steps=1, warmup=0).plot is None
+
+
+def test_untrained_embeddings_are_named_when_the_data_uses_them(model, tmp_path):
+    occurring = {i for document in prepare(ROWS, model.tokenizer).documents for i in document.ids.tolist()}
+    used, unused = max(occurring), next(i for i in range(1000) if i not in occurring)
+    table = model.model.embed_tokens.weight
+    with torch.no_grad():
+        table[[used, unused]] = 0.0
+    before = table.clone()
+    with pytest.warns(UserWarning, match=rf"never trained \(all zero\): ids {used}\. ") as caught:
+        result = lorarun.fit(model, ROWS, tmp_path, steps=2, warmup=0, max_tokens=150)
+    assert len(caught) == 1
+    assert torch.equal(table, before)
+    assert math.isfinite(result.last_loss)
+
+
+def test_ids_beyond_the_table_are_refused(model, tmp_path):
+    model.model.embed_tokens.weight = torch.nn.Parameter(torch.zeros(200, 64), requires_grad=False)
+    with pytest.raises(ValueError, match="the model's table ends at 199: this is another model's tokenizer"):
+        lorarun.fit(model, ROWS, tmp_path)
+
+
+def test_wrong_arguments_are_refused_together(model, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"accumulate is 0; .*schedule is 'cosin'; expected one of cosine, linear, constant"
+    ):
+        lorarun.fit(model, ROWS, tmp_path, accumulate=0, schedule="cosin")
+    wrong = [
+        {"epochs": 0},
+        {"steps": 0},
+        {"steps": 1.5},
+        {"lr": 0.0},
+        {"lr": math.nan},
+        {"accumulate": -1},
+        {"warmup": -1},
+        {"warmup": 1.0},
+        {"clip": 0.0},
+        {"weight_decay": -0.1},
+        {"eval_fraction": 1.0},
+        {"eval_every": 0},
+    ]
+    for each in wrong:
+        with pytest.raises(ValueError, match=rf"^fit: {next(iter(each))} is .*; expected "):
+            lorarun.fit(model, ROWS, tmp_path, **each)
+    with pytest.raises(ValueError, match="warmup=4 is 4 of 4 steps"):
+        lorarun.fit(model, ROWS, tmp_path, steps=4, warmup=4)
+    with pytest.raises(ValueError, match="not both"):
+        lorarun.fit(model, ROWS, tmp_path, eval_fraction=0.1, eval_rows=ROWS)
+    with pytest.raises(ValueError, match="leaves none"):
+        lorarun.fit(model, ROWS[:1], tmp_path, eval_fraction=0.1)
+    with pytest.raises(ValueError, match="read_rows"):
+        lorarun.fit(model, "rows.jsonl", tmp_path)
+    assert not any(tmp_path.glob("*.jsonl"))
+
+
+def test_nothing_to_train_is_refused(model, tmp_path):
+    lorarun.merge(model)
+    with pytest.raises(ValueError, match="unmerge"):
+        lorarun.fit(model, ROWS, tmp_path)
+    lorarun.unmerge(model)
+    model.lm_head.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"1 other parameters require gradients too \(lm_head.weight\)"):
+        lorarun.fit(model, ROWS, tmp_path)
+    model.lm_head.requires_grad_(False)
+    lorarun.use_adapter(model, None)
+    with pytest.raises(ValueError, match="call add_lora"):
+        lorarun.fit(model, ROWS, tmp_path)
+    with pytest.raises(ValueError, match="call add_lora"):
+        lorarun.fit(load(tmp_path / "base"), ROWS, tmp_path)
+
+
+@pytest.mark.gpu
+def test_fit_on_an_accelerator(tiny, tmp_path, device):
+    folder = toy.make(shutil.copytree(tiny("llama3"), tmp_path / "base"))
+    model = lorarun.add_lora(lorarun.load(folder, template="chatml"), r=4, seed=0)
+    assert (model.device.type, model.dtype) == (device.type, torch.bfloat16)
+    result = lorarun.fit(model, ROWS, tmp_path, epochs=6, lr=2e-2, max_tokens=150, accumulate=2, eval_rows=ROWS[:5])
+    assert result.eval_after < 0.8 * result.eval_before and result.skipped == 0
+    assert all(p.dtype == torch.float32 and p.any() for p in trained(model).values())
+
+
+# --- the loop in the open ---
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "finetune.py"
+
+
+def test_the_open_loop_is_the_loop_of_fit(tiny, tmp_path, monkeypatch, capsys):
+    folder = toy.make(shutil.copytree(tiny("llama3"), tmp_path / "base"))
+    for name, rows in [("a", ROWS[:10]), ("b", ROWS[10:]), ("held", ROWS[:4])]:
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "script"
+    files = ["--data", tmp_path / "a.jsonl", "--data", tmp_path / "b.jsonl", "--eval", tmp_path / "held.jsonl"]
+    settings = [
+        "--device",
+        "cpu",
+        "--template",
+        "chatml",
+        "--rank",
+        4,
+        "--lr",
+        1e-2,
+        "--steps",
+        10,
+        "--max-tokens",
+        150,
+    ]
+    command = [SCRIPT, folder, *files, *settings, "--question", "what fox", "--out", out]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in command])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    said = capsys.readouterr().out
+    assert said.index("Before training") < said.index("After training")
+    assert "evaluation loss: " in said and str(out / "adapter") in said and str(out / "loss.png") in said
+
+    model = lorarun.add_lora(load(folder, template="chatml"), r=4, seed=0)
+    how = {"lr": 1e-2, "steps": 10, "max_tokens": 150, "eval_rows": ROWS[:4], "warmup": 0}
+    result = lorarun.fit(model, ROWS, tmp_path / "fit", **how)
+    ours, expected = (load_file(path / "adapter" / "adapter_model.safetensors") for path in (out, tmp_path / "fit"))
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in expected.items())
+    timed = {"tokens_per_s", "elapsed_s"}
+    lines, others = (
+        [{key: value for key, value in json.loads(line).items() if key not in timed} for line in path.open()]
+        for path in (out / "metrics.jsonl", result.metrics)
+    )
+    assert lines == others
+
+
+def test_it_is_short_enough_to_copy():
+    assert len(SCRIPT.read_text().splitlines()) <= 120
