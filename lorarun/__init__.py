@@ -1,1 +1,40 @@
-"""lorarun: fine-tune Llama, Qwen and Gemma with LoRA on one GPU, and read how it works."""
+"""lorarun: fine-tune Llama, Qwen and Gemma with LoRA on one GPU, and read how it works.
+
+    model = lorarun.load("llama-3.1-8b-instruct")
+    lorarun.add_lora(model, r=16)
+    loss = lorarun.loss(model, batch)
+
+Everything is a plain function over a plain ``torch.nn.Module``.  Importing this package changes nothing outside it.
+"""
+
+from lorarun.adapter import save_adapter
+from lorarun.data import Batch, batches, supervised
+from lorarun.export import save_merged
+from lorarun.generate import generate
+from lorarun.load import load
+from lorarun.lora import add_lora, adapters_disabled, lora_parameters, merge, unmerge, use_adapter
+from lorarun.report import report
+from lorarun.train import evaluate, fit, loss
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Batch",
+    "adapters_disabled",
+    "add_lora",
+    "batches",
+    "evaluate",
+    "fit",
+    "generate",
+    "load",
+    "load_adapter",
+    "lora_parameters",
+    "loss",
+    "merge",
+    "report",
+    "save_adapter",
+    "save_merged",
+    "supervised",
+    "unmerge",
+    "use_adapter",
+]

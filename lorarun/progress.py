@@ -36,9 +36,12 @@ class Progress:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._file = self.metrics.open("w", encoding="utf-8")
         self._held: dict[str, Any] | None = None  # the last step, not written yet: an evaluation may belong to it
-        form = "{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} steps{postfix}, {remaining} left"
-        self._bar = tqdm(total=steps, file=sys.stderr, disable=not sys.stderr.isatty(), bar_format=form, ncols=100)
+        form = "{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} steps{postfix}"
+        self._bar = tqdm(
+            total=steps, file=sys.stderr, disable=not sys.stderr.isatty(), bar_format=form, dynamic_ncols=True
+        )
         self._start = self._clock = self._printed = time.perf_counter()
+        self._spent = 0.0  # seconds in steps, without what is between them
 
     def __enter__(self) -> Progress:
         return self
@@ -50,6 +53,7 @@ class Progress:
         """Record an optimizer step: its mean loss, the tokens it processed, and more facts under names of your own."""
         now = time.perf_counter()
         rate = tokens / max(now - self._clock, 1e-9)
+        self._spent += now - self._clock
         self._flush()
         self.done += 1
         self._held = {"step": self.done, "loss": loss, "tokens": tokens, **more}
@@ -90,12 +94,13 @@ class Progress:
             self._held = None
 
     def _show(self, loss: float, rate: float, now: float) -> None:
+        left = tqdm.format_interval(self._spent / self.done * (self.steps - self.done))
+        text = f"loss {loss:.3f}, {rate:,.0f} tokens/s, {left} left"
         if not self._bar.disable:
-            self._bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
+            self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()
         elif self.done in (1, self.steps) or now - self._printed >= QUIET_SECONDS:
-            left = tqdm.format_interval((now - self._start) / self.done * (self.steps - self.done))
-            self.note(f"step {self.done}/{self.steps}: loss {loss:.3f}, {rate:,.0f} tokens/s, {left} left")
+            self.note(f"step {self.done}/{self.steps}: {text}")
             self._printed = now
 
 

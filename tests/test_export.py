@@ -172,6 +172,39 @@ def test_a_model_loaded_narrower_than_it_is_stored(tiny: Tiny, tmp_path: Path) -
     assert same_bits(*embeddings)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_base_that_was_quantised_at_loading(
+    bits: int, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """https://github.com/huggingface/peft/issues/2105: merge into what was trained on, and say so when asked not to."""
+    model = add_lora(load(tiny("qwen3"), bits=bits), r=4, alpha=8, targets=["q_proj", "up_proj"], seed=0)
+    fill_b(model)
+    save_merged(model, tmp_path / "merged")
+    before, after = tensors_of(tiny("qwen3")), tensors_of(tmp_path / "merged")
+    assert before.keys() == after.keys() and {t.dtype for t in after.values()} == {torch.bfloat16}
+    for path, linear in model.named_modules():
+        if not path.endswith("_proj"):
+            continue
+        weight = linear.weight.dequantize(torch.float32)
+        if linear.adapters:
+            a, b = linear.factors("default")
+            weight = weight + 2.0 * (b @ a).detach()
+        assert torch.equal(after.pop(f"{path}.weight"), weight.bfloat16()), path
+    assert all(same_bits(tensor, before[key]) for key, tensor in after.items())
+    model.eval()
+    reloaded = logits(reference(tmp_path / "merged"))
+    assert off(reloaded, logits(model)) < 2 * off(logits(reference(tmp_path / "merged", torch.bfloat16)), reloaded)
+
+    capsys.readouterr()
+    save_merged(model, tmp_path / "original", base="original")
+    assert "logits differ from the live model's by" in capsys.readouterr().err
+    again = tensors_of(tmp_path / "original")
+    key = "model.layers.0.self_attn.q_proj.weight"
+    a, b = model.model.layers[0].self_attn.q_proj.factors("default")
+    assert torch.equal(again[key], (before[key].float() + 2.0 * (b @ a).detach()).bfloat16())
+    assert same_bits(again["model.layers.0.self_attn.v_proj.weight"], before["model.layers.0.self_attn.v_proj.weight"])
+
+
 def test_views_and_tied_tables(tiny: Tiny, tmp_path: Path) -> None:
     """The live model's memory may be laid out in any way: https://github.com/safetensors/safetensors/issues/202"""
     model = adapted(tiny("llama-tied"), targets=["q_proj", "k_proj"])

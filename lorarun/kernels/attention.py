@@ -3,27 +3,27 @@
     o = softmax(cap(scale · q·kᵀ) + mask) · v          (Vaswani et al. 2017, arXiv:1706.03762, eq. 1)
     cap(s) = softcap · tanh(s / softcap)               (Gemma 2, arXiv:2408.00118, section 2)
 
-Which keys a query sees is said by one integer per token: ``first``, the index of the first token of its document.  The query at
-index i sees key j when
+Which keys a query sees is said by one integer per token: ``first``, the index of the first token of its document.  The
+query at index i sees key j when
 
     first[i] ≤ j ≤ i   and   j > i − window.
 
-That covers packed documents, left and right padding and sliding windows alike, needs no mask from the caller, and leaves no
-query with nothing to see: a padding token is a document of its own and sees itself, so no row is ever 0/0.  The usual
-description of packed rows, cumulative lengths and a maximum, changes the launch with the packing and needs it on the host;
-two vectors of fixed shape do not, so one captured graph serves any packing.
+That covers packed documents, left and right padding and sliding windows alike, needs no mask from the caller, and
+leaves no query with nothing to see: a padding token is a document of its own and sees itself, so no row is ever 0/0.
+Packed rows are usually described by cumulative lengths and a longest length, which are needed on the host and change
+the launch with the packing; a vector of fixed shape does not, so one captured graph serves any packing.
 
 Queries may be the last of a longer row of keys (decoding with a cache): index i then counts from the end.
 
-Three things serve a call (``serves`` says which).  Dense causal rows on an NVIDIA GPU: cuDNN, the fastest there is on
-Hopper, called as an operator of its own so that no global switch of torch is touched.  Everything else on a GPU: the
+Three things serve a call, and ``serves`` says which.  Dense causal rows on an NVIDIA GPU: cuDNN, the fastest there is
+on Hopper, called as an operator of its own so that no global switch of torch is touched.  Everything else on a GPU: the
 Triton kernels below.  Elsewhere, and for what neither takes: the reference, which is torch's SDPA where it can be.
 
-The kernels are FlashAttention-2's two passes (Dao 2023, arXiv:2307.08691, algorithms 1 and 2), with the backward pass
-split by owner: one kernel owns blocks of queries and makes dq, one owns blocks of keys and makes dk and dv for all query
-heads of its group.  Scores are computed twice on the way back instead of once, and in return nothing is added
-atomically: the same inputs give the same bits.  A program visits only the blocks that some row of its own can see, and
-masks only those of them that some row cannot see whole.
+The kernels are FlashAttention-2's two passes (Dao 2023, arXiv:2307.08691, algorithms 1 and 2), with the way back split
+by owner: one kernel owns blocks of queries and makes dq, one owns blocks of keys and makes dk and dv for all query
+heads of a group.  Scores are computed twice on the way back instead of once, and in return nothing is added atomically:
+the same inputs give the same bits.  A program visits only blocks that some row of its own can see, and masks only those
+that some row cannot see whole.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Spans(NamedTuple):
 def document_starts(documents: Tensor) -> Tensor:
     """The index of the first token of each token's document.
 
-    documents [batch, seq] integers, −1 for padding.  Neighbours with the same number belong together; each padding token
-    stands alone.  Returns [batch, seq] int64.
+    documents [batch, seq] integers, −1 for padding.  Neighbours with the same number belong together; each padding
+    token stands alone.  Returns [batch, seq] int64.
     """
     seq = documents.shape[1]
     index = torch.arange(seq, device=documents.device).expand_as(documents)
@@ -71,7 +71,7 @@ def document_ends(first: Tensor) -> Tensor:
 
 
 def document_spans(documents: Tensor) -> Spans:
-    """Both ends of each token's document; documents [batch, seq] as in :func:`document_starts`."""
+    """Both ends of each token's document; documents as in :func:`document_starts`."""
     first = document_starts(documents).to(torch.int32)
     return Spans(first, document_ends(first))
 
@@ -109,12 +109,14 @@ def attention_reference(
     plain = first is None and window is None and queries in (1, keys)
     mask = None if plain else visible(queries, keys, first, window, q.device)
     q, k, v = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # [batch, heads, ·, head_dim]
-    if queries == 1:  # the heads of a group stand as queries of one head: the cache is not repeated
+    grouped = plain and softcap is None and (q.device.type == "cpu" or q.element_size() == 2)  # SDPA reads them itself
+    if queries == 1:  # the heads of a group stand as queries of one head: a cache is not repeated
         q = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
-    elif heads > kv_heads:
+    elif heads > kv_heads and not grouped:
         k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
     if softcap is None:
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=plain and queries > 1, scale=scale)
+        causal = plain and queries > 1
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
     else:
         if mask is None:
             mask = visible(queries, keys, first, window, q.device)
@@ -128,9 +130,9 @@ def attention_reference(
 # ------------------------------------------------------------------------------------------------------------ kernels
 #
 # b batch, h query head, kv key-value head, m queries, n keys, d head_dim.  Tiles come through tensor descriptors
-# [batch, heads, rows, head_dim]: what lies outside reads as zero, so no load is masked.  Row indices are of queries among
-# the queries given (o_m) and of keys (o_n); o_q = o_m + keys − queries places a query among the keys.  Exponents are
-# base 2: `rate` is scale · log2(e), or with a soft-cap 2 · log2(e) · scale / softcap, and cap is softcap · log2(e).
+# [batch, heads, rows, head_dim], outside of which they read zeros and write nothing, so none is masked.  o_m indexes
+# the queries given, o_n the keys; o_q = o_m + keys − queries places a query among the keys.  Exponents are base 2; unit
+# is what turns scores into them.
 
 
 @triton.jit
@@ -139,18 +141,14 @@ def _tile(tiles, b, h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _tanh(x):
-    """tanh(x / (2 log2 e)).  Its error is absolute, as that of the score it scales has to be; tanh.approx's is 5e-4."""
-    return 1.0 - 2.0 / (1.0 + tl.exp2(x))
+def _tanh(b_x, factor):
+    """tanh(factor · x) to a few fp32 roundings of 1; the hardware's own is off by 5e-4, which a soft-cap multiplies."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(b_x * (factor * 2.8853900817779268)))  # 2 log2(e)
 
 
 @triton.jit
-def _write(p_x, b_x, b, h, o_x, count, heads, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store rows o_x of a contiguous [batch, count, heads, HEAD_DIM]."""
-    o_d = tl.arange(0, BLOCK_D)
-    rows = ((b.to(tl.int64) * count + o_x) * heads + h) * HEAD_DIM
-    m_x = (o_x < count)[:, None] & (o_d < HEAD_DIM)[None, :]
-    tl.store(p_x + rows[:, None] + o_d[None, :], b_x.to(p_x.dtype.element_ty), mask=m_x)
+def _store(tiles, b_x, b, h, row, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    tiles.store([b, h, row, 0], b_x.to(tiles.dtype).reshape(1, 1, ROWS, BLOCK_D))
 
 
 @triton.jit
@@ -172,19 +170,17 @@ def _row(b, h, heads, queries):
 @triton.jit(do_not_specialize=["queries", "keys", "window"])
 def _forward_kernel(
     q_tiles,
+    o_tiles,
     k_tiles,
     v_tiles,
     p_first,
-    p_o,
     p_lse,
     queries,
     keys,
     window,
-    rate,
-    cap,
-    CAPPED: tl.constexpr,
+    softcap,
+    scale,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -201,13 +197,14 @@ def _forward_kernel(
     b_top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
     b_o = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    unit = 1.0 if CAPPED else rate
+    unit = (scale if softcap is None else 1.0) * 1.4426950408889634  # log2(e)
     for n in tl.range(tl.min(b_start), tl.minimum(whole_to + BLOCK_M, keys), BLOCK_N):
         b_k = _tile(k_tiles, b, h // GROUP, n, BLOCK_N, BLOCK_D)
         b_s = tl.dot(b_q, b_k.T, input_precision="ieee")
-        if CAPPED:
-            b_s = cap * _tanh(b_s * rate)
-        if (n < whole_from) | (n + BLOCK_N - 1 > whole_to):
+        if softcap is not None:
+            b_s = softcap * _tanh(b_s, scale / softcap)
+        # At 256 ptxas would answer the branch by running the matrix products one at a time.
+        if (BLOCK_D > 128) | (n < whole_from) | (n + BLOCK_N - 1 > whole_to):
             o_n = n + tl.arange(0, BLOCK_N)
             m_s = (o_n[None, :] >= b_start[:, None]) & (o_n[None, :] <= o_q[:, None])
             b_s = tl.where(m_s, b_s, -float("inf"))
@@ -219,27 +216,25 @@ def _forward_kernel(
         b_v = _tile(v_tiles, b, h // GROUP, n, BLOCK_N, BLOCK_D)
         b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * b_fade[:, None], input_precision="ieee")
         b_top = b_new
-    _write(p_o, b_o / b_sum[:, None], b, h, o_m, queries, heads, HEAD_DIM, BLOCK_D)
+    _store(o_tiles, b_o / b_sum[:, None], b, h, start, BLOCK_M, BLOCK_D)
     tl.store(p_lse + _row(b, h, heads, queries) + o_m, b_top + tl.log2(b_sum), mask=o_m < queries)
 
 
 @triton.jit(do_not_specialize=["queries", "window"])
 def _dq_kernel(
     q_tiles,
+    dq_tiles,
     k_tiles,
     v_tiles,
-    o_tiles,
-    do_tiles,
     p_first,
+    p_o,
+    p_do,
     p_lse,
     p_delta,
-    p_dq,
     queries,
     window,
+    softcap,
     scale,
-    rate,
-    cap,
-    CAPPED: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -251,60 +246,60 @@ def _dq_kernel(
     h, b = tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
     o_m = start + tl.arange(0, BLOCK_M)
+    row = _row(b, h, heads, queries)
+    b_lse = tl.load(p_lse + row + o_m, mask=o_m < queries, other=0.0)
+    o_d = tl.arange(0, BLOCK_D)
+    o_o = (((b.to(tl.int64) * queries + o_m) * heads + h) * HEAD_DIM)[:, None] + o_d[None, :]
+    m_o = (o_m < queries)[:, None] & (o_d < HEAD_DIM)[None, :]
+    b_o = tl.load(p_o + o_o, mask=m_o, other=0.0)  # outside a loop, a tile is waited for before the next is asked for
+    b_do = tl.load(p_do + o_o, mask=m_o, other=0.0)
+    b_q = _tile(q_tiles, b, h, start, BLOCK_M, BLOCK_D)
     b_start = _first_seen(p_first, b, o_m, o_m, queries, window)
     whole_from, whole_to = tl.max(b_start), start
-    row = _row(b, h, heads, queries)
-    b_q = _tile(q_tiles, b, h, start, BLOCK_M, BLOCK_D)
-    b_do = _tile(do_tiles, b, h, start, BLOCK_M, BLOCK_D)
-    b_o = _tile(o_tiles, b, h, start, BLOCK_M, BLOCK_D)
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)
     tl.store(p_delta + row + o_m, b_delta, mask=o_m < queries)
-    b_lse = tl.load(p_lse + row + o_m, mask=o_m < queries, other=0.0)
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    unit = (scale if softcap is None else softcap) * 1.4426950408889634  # log2(e)
     for n in tl.range(tl.min(b_start), tl.minimum(start + BLOCK_M, queries), BLOCK_N):
         b_k = _tile(k_tiles, b, h // GROUP, n, BLOCK_N, BLOCK_D)
         b_v = _tile(v_tiles, b, h // GROUP, n, BLOCK_N, BLOCK_D)
-        b_s = tl.dot(b_q, b_k.T, input_precision="ieee") * rate
+        b_s = tl.dot(b_q, b_k.T, input_precision="ieee")
         b_dp = tl.dot(b_do, b_v.T, input_precision="ieee")
-        if CAPPED:
-            b_t = _tanh(b_s)
-            b_s = cap * b_t
-        b_p = tl.exp2(b_s - b_lse[:, None])
+        if softcap is not None:
+            b_s = _tanh(b_s, scale / softcap)
+        b_p = tl.exp2(b_s * unit - b_lse[:, None])
         if (n < whole_from) | (n + BLOCK_N - 1 > whole_to):
             o_n = n + tl.arange(0, BLOCK_N)
             m_p = (o_n[None, :] >= b_start[:, None]) & (o_n[None, :] <= o_m[:, None])
             b_p = tl.where(m_p, b_p, 0.0)
         b_ds = b_p * (b_dp - b_delta[:, None])
-        if CAPPED:
-            b_ds *= 1.0 - b_t * b_t
+        if softcap is not None:
+            b_ds *= 1.0 - b_s * b_s
         b_dq = tl.dot(b_ds.to(b_k.dtype), b_k, b_dq, input_precision="ieee")
-    _write(p_dq, b_dq * scale, b, h, o_m, queries, heads, HEAD_DIM, BLOCK_D)
+    _store(dq_tiles, b_dq * scale, b, h, start, BLOCK_M, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["queries", "window"])
 def _dkv_kernel(
     q_tiles,
+    do_tiles,
     k_tiles,
     v_tiles,
-    do_tiles,
+    dk_tiles,
+    dv_tiles,
     lse_tiles,
     delta_tiles,
     p_last,
-    p_dk,
-    p_dv,
     queries,
     window,
+    softcap,
     scale,
-    rate,
-    cap,
-    CAPPED: tl.constexpr,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dk and dv (or one of them: the other's pointer is None) of one block of keys of one key-value head.
+    """dk and dv (or one of them: the other's tiles are None) of one block of keys of one key-value head.
 
     One loop walks the group's heads and, within each, the blocks of queries that see the keys, both upwards: the order
     of the sum is fixed, and short ranges (small documents) do not restart the pipeline at every head.  Scores are
@@ -320,44 +315,42 @@ def _dkv_kernel(
     whole_from, whole_to = start + BLOCK_N - 1, tl.min(b_end)  # these see every key
     blocks = tl.cdiv(tl.max(b_end) + 1 - start, BLOCK_M)
     b_k = _tile(k_tiles, b, kv, start, BLOCK_N, BLOCK_D)
-    if p_dk is not None:
+    if dk_tiles is not None:
         b_v = _tile(v_tiles, b, kv, start, BLOCK_N, BLOCK_D)
         b_dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    if p_dv is not None:
+    if dv_tiles is not None:
         b_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    unit = (scale if softcap is None else softcap) * 1.4426950408889634  # log2(e)
     for i in tl.range(0, GROUP * blocks):
         h = kv * GROUP + i // blocks
         m = start + i % blocks * BLOCK_M
         o_m = m + tl.arange(0, BLOCK_M)
         b_q = _tile(q_tiles, b, h, m, BLOCK_M, BLOCK_D)
         b_lse = lse_tiles.load([b, h, m]).reshape(BLOCK_M)
-        b_s = tl.dot(b_k, b_q.T, input_precision="ieee") * rate
-        if CAPPED:
-            b_t = _tanh(b_s)
-            b_s = cap * b_t
-        b_p = tl.exp2(b_s - b_lse[None, :])
+        b_s = tl.dot(b_k, b_q.T, input_precision="ieee")
+        if softcap is not None:
+            b_s = _tanh(b_s, scale / softcap)
+        b_p = tl.exp2(b_s * unit - b_lse[None, :])
         if (m < whole_from) | (m + BLOCK_M - 1 > whole_to):
             m_p = (o_m[None, :] >= o_n[:, None]) & (o_m[None, :] <= b_end[:, None])
             b_p = tl.where(m_p, b_p, 0.0)
         b_do = _tile(do_tiles, b, h, m, BLOCK_M, BLOCK_D)
-        if p_dv is not None:
+        if dv_tiles is not None:
             b_dv = tl.dot(b_p.to(b_do.dtype), b_do, b_dv, input_precision="ieee")
-        if p_dk is not None:
+        if dk_tiles is not None:
             b_delta = delta_tiles.load([b, h, m]).reshape(BLOCK_M)
             b_dp = tl.dot(b_v, b_do.T, input_precision="ieee")
             b_ds = b_p * (b_dp - b_delta[None, :])
-            if CAPPED:
-                b_ds *= 1.0 - b_t * b_t
+            if softcap is not None:
+                b_ds *= 1.0 - b_s * b_s
             b_dk = tl.dot(b_ds.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
-    if p_dk is not None:
-        _write(p_dk, b_dk * scale, b, kv, o_n, queries, tl.num_programs(1), HEAD_DIM, BLOCK_D)
-    if p_dv is not None:
-        _write(p_dv, b_dv, b, kv, o_n, queries, tl.num_programs(1), HEAD_DIM, BLOCK_D)
+    if dk_tiles is not None:
+        _store(dk_tiles, b_dk * scale, b, kv, start, BLOCK_N, BLOCK_D)
+    if dv_tiles is not None:
+        _store(dv_tiles, b_dv, b, kv, start, BLOCK_N, BLOCK_D)
 
 
 # --------------------------------------------------------------------------------------------------------------- host
-
-LOG2E = 1.4426950408889634
 
 # (BLOCK_M, BLOCK_N, num_warps, num_stages) by head_dim, padded to a power of two, for 16-bit inputs on a GPU with the
 # shared memory of Hopper.  At 256 the sums of dk and dv do not fit the registers together: a launch each.
@@ -368,29 +361,36 @@ BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "dk": {256: (32, 128, 8, 3)},
     "dv": {256: (64, 128, 8, 2)},
 }
-# For fp32, and for GPUs with less: rows that a program owns and rows that it visits at a time, by the bytes of a row.
-TIGHT = {128: (64, 64), 256: (64, 32), 512: (32, 16), 1024: (16, 16)}
+# For GPUs with less (they fit 99 KiB) and for fp32, by bytes of an element and head_dim: the rows that a program owns,
+# the rows that it visits at a time, num_warps.
+TIGHT = {
+    (2, 64): (64, 64, 4),
+    (2, 128): (64, 32, 4),
+    (2, 256): (32, 16, 4),
+    (4, 64): (32, 32, 8),
+    (4, 128): (16, 16, 8),
+    (4, 256): (16, 16, 8),
+}
 
 
 @functools.cache
 def _roomy(device: torch.device) -> bool:
-    if INTERPRETED:
-        return True
-    properties = torch.get_device_module(device).get_device_properties(device)
-    return getattr(properties, "shared_memory_per_block_optin", 0) >= 227 * 1024
+    """Whether a program can have Hopper's 227 KiB of shared memory."""
+    properties = None if INTERPRETED else torch.get_device_module(device).get_device_properties(device)
+    return INTERPRETED or getattr(properties, "shared_memory_per_block_optin", 0) >= 227 * 1024
 
 
-def _blocks(kernel: str, x: Tensor) -> dict[str, int] | None:
-    """The launch options of a kernel for tensors like x; None where dk and dv are made together, or apart."""
-    width = max(64, triton.next_power_of_2(x.shape[-1]))
-    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-    if x.element_size() == 2 and _roomy(x.device):
+def _options(kernel: str, q: Tensor) -> dict[str, int] | None:
+    """Block sizes and launch options of a kernel; None where dk and dv are made together, or apart, and this is not."""
+    width = max(64, triton.next_power_of_2(q.shape[-1]))
+    if q.element_size() == 2 and _roomy(q.device):
         row = BLOCKS[kernel].get(width)
     elif kernel in ("dk", "dv"):
         row = None
     else:
-        own, visited = TIGHT[width * x.element_size()]
-        row = (visited, own, 4, 1) if kernel == "dkv" else (own, visited, 4, 1)
+        own, visited, warps = TIGHT[q.element_size(), width]
+        row = (visited, own, warps, 1) if kernel == "dkv" else (own, visited, warps, 1)
+    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     return None if row is None else dict(zip(names, row, strict=True), BLOCK_D=width)
 
 
@@ -404,48 +404,30 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def _tiles(x: Tensor, *block: int) -> Any:
-    """A descriptor of x [batch, heads, rows, …], any strides, from which kernels load tiles ``block`` of one head."""
+    """A descriptor from which kernels load tiles ``block`` of x [batch, heads, rows, …] with strides as they are."""
     unit = 16 // x.element_size()
     strides = [stride if size > 1 else unit for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
     return triton.tools.tensor_descriptor.TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, *block])
 
 
-def _exponent(scale: float, softcap: float | None) -> dict[str, Any]:
-    """What turns q·k into exponents of 2."""
-    if softcap is None:
-        return dict(rate=scale * LOG2E, cap=0.0, CAPPED=False)
-    return dict(rate=2 * LOG2E * scale / softcap, cap=softcap * LOG2E, CAPPED=True)
+def _inputs(options: dict[str, int], queries: list[Tensor], keys: list[Tensor]) -> list[Any]:
+    """Descriptors of tensors [batch, seq, heads, head_dim] for blocks of queries and of keys."""
+    rows = [(x, options["BLOCK_M"]) for x in queries] + [(x, options["BLOCK_N"]) for x in keys]
+    return [_tiles(x.transpose(1, 2), count, options["BLOCK_D"]) for x, count in rows]
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, window: int, softcap: float | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, numbers: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """o like q but contiguous, and lse [batch, heads, queries padded to 4] fp32, the base-2 logarithm of Σ exp."""
-    batch, queries, heads, head_dim = q.shape
+    batch, queries, heads, _ = q.shape
     o = q.new_empty(q.shape)
     lse = q.new_empty(batch, heads, (queries + 3) // 4 * 4, dtype=torch.float32)
-    options = _blocks("forward", q)
-    assert options is not None
-    rows, keys, width = (options[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
-    _forward_kernel[(triton.cdiv(queries, rows), heads, batch)](
-        _tiles(q.transpose(1, 2), rows, width),
-        _tiles(k.transpose(1, 2), keys, width),
-        _tiles(v.transpose(1, 2), keys, width),
-        first,
-        o,
-        lse,
-        queries,
-        k.shape[1],
-        window,
-        GROUP=heads // k.shape[2],
-        HEAD_DIM=head_dim,
-        **_exponent(scale, softcap),
-        **options,
-    )
+    options = _options("forward", q) or {}
+    grid = (triton.cdiv(queries, options["BLOCK_M"]), heads, batch)
+    _forward_kernel[grid](*_inputs(options, [q, o], [k, v]), first, lse, queries, k.shape[1], **numbers, **options)
     return o, lse
 
 
-def _backward_queries(
+def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -453,76 +435,28 @@ def _backward_queries(
     do: Tensor,
     lse: Tensor,
     first: Tensor | None,
-    window: int,
-    softcap: float | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """dq, and delta in the shape of lse."""
+    last: Tensor | None,
+    numbers: dict[str, Any],
+    keys_too: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dq, and with ``keys_too`` dk and dv, all contiguous."""
     batch, queries, heads, head_dim = q.shape
     dq, delta = q.new_empty(q.shape), torch.empty_like(lse)
-    options = _blocks("dq", q)
-    assert options is not None
-    rows, keys, width = (options[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
-    _dq_kernel[(triton.cdiv(queries, rows), heads, batch)](
-        _tiles(q.transpose(1, 2), rows, width),
-        _tiles(k.transpose(1, 2), keys, width),
-        _tiles(v.transpose(1, 2), keys, width),
-        _tiles(o.transpose(1, 2), rows, width),
-        _tiles(do.transpose(1, 2), rows, width),
-        first,
-        lse,
-        delta,
-        dq,
-        queries,
-        window,
-        scale,
-        GROUP=heads // k.shape[2],
-        HEAD_DIM=head_dim,
-        **_exponent(scale, softcap),
-        **options,
-    )
-    return dq, delta
-
-
-def _backward_keys(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    last: Tensor | None,
-    window: int,
-    softcap: float | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """dk and dv, in one launch or in one each."""
-    batch, queries, heads, head_dim = q.shape
-    kv_heads = k.shape[2]
+    options = _options("dq", q) or {}
+    grid = (triton.cdiv(queries, options["BLOCK_M"]), heads, batch)
+    tiles = _inputs(options, [q, dq], [k, v])
+    _dq_kernel[grid](*tiles, first, o, do, lse, delta, queries, HEAD_DIM=head_dim, **numbers, **options)
+    if not keys_too:
+        return dq, None, None
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-    for kernel, p_dk, p_dv in (("dkv", dk, dv), ("dk", dk, None), ("dv", None, dv)):
-        if (options := _blocks(kernel, q)) is None:
-            continue
-        rows, keys, width = (options[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
-        _dkv_kernel[(triton.cdiv(queries, keys), kv_heads, batch)](
-            _tiles(q.transpose(1, 2), rows, width),
-            _tiles(k.transpose(1, 2), keys, width),
-            _tiles(v.transpose(1, 2), keys, width),
-            _tiles(do.transpose(1, 2), rows, width),
-            _tiles(lse[..., :queries], rows),
-            _tiles(delta[..., :queries], rows),
-            last,
-            p_dk,
-            p_dv,
-            queries,
-            window,
-            scale,
-            GROUP=heads // kv_heads,
-            HEAD_DIM=head_dim,
-            **_exponent(scale, softcap),
-            **options,
-        )
-    return dk, dv
+    for kernel in ("dkv", "dk", "dv"):
+        if options := _options(kernel, q) or {}:
+            grid = (triton.cdiv(queries, options["BLOCK_N"]), k.shape[2], batch)
+            tiles = _inputs(options, [q, do], [k, v, dk, dv])
+            tiles[4:] = [x if letter in kernel else None for letter, x in zip("kv", tiles[4:], strict=True)]
+            tiles += [_tiles(x[..., :queries], options["BLOCK_M"]) for x in (lse, delta)]
+            _dkv_kernel[grid](*tiles, last, queries, **numbers, **options)
+    return dq, dk, dv
 
 
 # ----------------------------------------------------------------------------------------------------------- Function
@@ -531,38 +465,27 @@ def _backward_keys(
 class _Attention(torch.autograd.Function):
     """Saves q, k, v, o, lse and the spans; the way back recomputes the scores.
 
-    Bytes moved: forward q + o, and k + v once per block of queries, mostly from L2; backward q, o, do, dq and k, v
-    likewise, then q and do once per block of keys, k, v, dk, dv.
+    Bytes moved: forward q, o, and k, v once per block of queries, mostly from L2; backward q, o, do, dq, and k, v
+    likewise, then k, v, dk, dv, and q, do once per block of keys.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        first: Tensor | None,
-        last: Tensor | None,
-        window: int,
-        softcap: float | None,
-        scale: float,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: Tensor | None, numbers: dict[str, Any]
     ) -> Tensor:
         q, k, v = _readable(q), _readable(k), _readable(v)
-        o, lse = _forward(q, k, v, first, window, softcap, scale)
+        o, lse = _forward(q, k, v, first, numbers)
         ctx.save_for_backward(q, k, v, o, lse, first, last)
-        ctx.numbers = window, softcap, scale
+        ctx.numbers = numbers
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, first, last = ctx.saved_tensors
-        do = _readable(do)
-        dq, delta = _backward_queries(q, k, v, o, do, lse, first, *ctx.numbers)
-        dk = dv = None
-        if any(ctx.needs_input_grad[1:3]):
-            dk, dv = _backward_keys(q, k, v, do, lse, delta, last, *ctx.numbers)
-        return dq, dk, dv, None, None, None, None, None
+        do, keys_too = _readable(do.contiguous()), any(ctx.needs_input_grad[1:3])
+        dq, dk, dv = _backward(q, k, v, o, do, lse, first, last, ctx.numbers, keys_too)
+        return dq, dk, dv, None, None, None
 
 
 # ------------------------------------------------------------------------------------------------------------- public
@@ -579,46 +502,6 @@ def _cudnn_takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> boo
     return torch.backends.cuda.can_use_cudnn_attention(parameters)
 
 
-def _backend(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, window: int | None, softcap: float | None
-) -> tuple[str, str]:
-    """Who serves the call, and why."""
-    queries, keys, head_dim = q.shape[1], k.shape[1], q.shape[-1]
-    if not runs_triton(q):
-        return "torch", why(q.device).removeprefix("torch reference: ")
-    if not q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type):
-        return "torch", "torch's own rules for mixed dtypes and autocast"
-    wants = [
-        name
-        for name, wanted in (
-            ("documents", first is not None),
-            ("sliding window", window is not None and window < keys),
-            ("soft-cap", softcap is not None),
-            ("more keys than queries", queries < keys),
-        )
-        if wanted
-    ]
-    dense = not wants and not INTERPRETED
-    if dense and q.dtype in (torch.float16, torch.bfloat16) and torch.backends.cuda.cudnn_sdp_enabled():
-        if torch.are_deterministic_algorithms_enabled():
-            wants.append("deterministic algorithms")
-        elif queries % 128:
-            wants.append("a length that is no multiple of 128, for which cuDNN would first build a plan")
-        elif _cudnn_takes(q.device, q.dtype, head_dim):
-            return "cuDNN", "dense causal rows"
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return "torch", f"{q.dtype} is not among the kernel's dtypes"
-    if head_dim > 256 or head_dim % 8:
-        return "torch", f"head_dim {head_dim} is not a multiple of 8 up to 256"
-    if queries == 1 or q.numel() == 0:
-        return "torch", "one query a row" if queries == 1 else "nothing to attend"
-    if queries < keys and torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        return "torch", "gradients of the last queries of longer rows"
-    if dense and not wants:
-        return "torch", "dense causal rows that cuDNN does not take"
-    return "Triton", ", ".join(wants) or "Triton's interpreter serves whatever it can"
-
-
 def serves(
     q: Tensor,
     k: Tensor,
@@ -627,11 +510,46 @@ def serves(
     window: int | None = None,
     softcap: float | None = None,
 ) -> str:
-    """What serves :func:`attention` with these arguments and why, such as "Triton: documents, sliding window".
+    """What serves :func:`attention` with these arguments, and why: "Triton: documents, sliding window".
 
-    Only shapes, dtypes, device and whether gradients are wanted are looked at.
+    Looks at shapes, dtypes, the device and whether gradients are wanted, never at values; what stands before the colon
+    is "cuDNN", "Triton" or "torch".
     """
-    return ": ".join(_backend(q, k, v, spans[0] if isinstance(spans, Spans) else spans, window, softcap))
+    queries, keys, head_dim = q.shape[1], k.shape[1], q.shape[-1]
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    if not runs_triton(q):
+        return "torch: " + why(q.device).removeprefix("torch reference: ")
+    if not q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type):
+        return "torch: it has its own rules for mixed dtypes and autocast"
+    features = {
+        "documents": spans is not None,
+        "sliding window": window is not None and window < keys,
+        "soft-cap": softcap is not None,
+        "more keys than queries": queries < keys,
+    }
+    reasons = [name for name, wanted in features.items() if wanted]
+    if not reasons and not INTERPRETED:
+        if half and torch.are_deterministic_algorithms_enabled():
+            reasons = ["deterministic algorithms"]
+        elif half and queries % 128:
+            reasons = ["cuDNN would build a plan for this length, no multiple of 128"]
+        elif half and torch.backends.cuda.cudnn_sdp_enabled() and _cudnn_takes(q.device, q.dtype, head_dim):
+            return "cuDNN: dense causal rows"
+        else:
+            return "torch: dense causal rows that cuDNN does not take"
+    if not half and q.dtype != torch.float32:
+        return f"torch: the kernel does not take {q.dtype}"
+    if head_dim > 256 or head_dim % 8:
+        return f"torch: head_dim {head_dim} is not a multiple of 8 up to 256"
+    if queries <= 1 or q.numel() == 0:
+        return "torch: one query a row"
+    if queries < keys and _graded(q, k, v):
+        return "torch: gradients of the last queries of longer rows"
+    return "Triton: " + (", ".join(reasons) or "whatever the interpreter can")
+
+
+def _graded(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def attention(
@@ -660,19 +578,22 @@ def attention(
             f"multiple of kv_heads and keys >= queries; got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}."
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if min(x for x in (scale, window, softcap) if x is not None) <= 0:
+        raise ValueError(f"scale, window and softcap must be positive; got {scale}, {window}, {softcap}.")
+    backend = serves(q, k, v, spans, window, softcap).partition(":")[0]
     first, last = spans if isinstance(spans, Spans) else (spans, None)
-    backend, _ = _backend(q, k, v, first, window, softcap)
     if backend == "torch":
         return attention_reference(q, k, v, first, window, softcap, scale)
-    graded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if backend == "cuDNN":  # the operator itself: SDPA would want a global switch to choose it
         heads = (x.transpose(1, 2) for x in (q, k, v))
         op = torch.ops.aten._scaled_dot_product_cudnn_attention
-        out: Tensor = op(*heads, None, graded, 0.0, True, False, scale=scale)[0]
+        out: Tensor = op(*heads, None, _graded(q, k, v), 0.0, True, False, scale=scale)[0]
         return out.transpose(1, 2)
-    window = keys if window is None else min(window, keys)
     if first is not None:
-        first = first.contiguous()
-        if graded:
-            last = document_ends(first) if last is None else last.contiguous()
-    return _Attention.apply(q, k, v, first, last, window, softcap, scale)
+        first = first.expand(q.shape[:2]).contiguous()
+        if _graded(q, k, v):
+            last = document_ends(first) if last is None else last.expand(q.shape[:2]).contiguous()
+    window = keys if window is None else min(window, keys)
+    softcap = None if softcap is None else float(softcap)
+    numbers = dict(window=window, softcap=softcap, scale=float(scale), GROUP=q.shape[2] // k.shape[2])
+    return _Attention.apply(q, k, v, first, last, numbers)

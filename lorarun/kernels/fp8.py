@@ -138,6 +138,7 @@ NATIVE = False  # the GPU's own conversions instead of integer operations
 COLS = 2048  # columns that one program decodes
 WARPS = 4
 ROW = 16384  # columns that one program encodes at a time
+WARP = 1024  # columns for each of its warps
 WHOLE = 1 << 30  # a block that is as wide as any row
 
 
@@ -173,7 +174,7 @@ def fp8_quantize(w: Tensor) -> FP8:
     width = min(ROW, triton.next_power_of_2(cols))
     _quantize[(rows,)](
         w.detach().contiguous(), codes.view(torch.uint8), scale, cols,
-        COLS=width, ONCE=width >= cols, NATIVE=NATIVE, num_warps=max(1, min(16, width // 1024)), enable_fp_fusion=False,
+        COLS=width, ONCE=width >= cols, NATIVE=NATIVE, num_warps=max(1, min(16, width // WARP)), enable_fp_fusion=False,
     )  # fmt: skip
     return FP8(codes, scale, (1, cols))
 

@@ -65,13 +65,13 @@ class NF4(NamedTuple):
 # --- reference -----------------------------------------------------------------------------------------------------
 
 
-@cache
 def tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """The 16 values and the 15 midpoints between them, fp32 on ``device``."""
     values = torch.tensor(VALUES, dtype=torch.float32, device="cpu")
     return values.to(device), ((values[:-1] + values[1:]) / 2).to(device)
 
 
+@cache
 def dynamic_map() -> Tensor:
     """The 8-bit map, fp32 [256] ascending on the CPU: 0, 1, and for each power of ten from 10⁻⁶ to 1, with both signs,
     the centres of twice as many parts of [0.1, 1] as for the power before."""
@@ -88,8 +88,8 @@ def double_quantize(codes: Tensor, absmax: Tensor) -> NF4:
 
     Plain torch on every device: there are 64 times fewer scales than weights.
     """
-    offset = absmax.mean().reshape(1)
-    nested_map = dynamic_map().to(absmax.device)
+    offset = (absmax.mean() if absmax.numel() else absmax.sum()).reshape(1)
+    nested_map = dynamic_map().to(absmax.device, copy=True)
     blocks = F.pad(absmax - offset, (0, -absmax.numel() % NESTED)).view(-1, NESTED)
     nested_absmax = blocks.abs().amax(1)
     scaled = blocks * (1.0 / nested_absmax.clamp(min=TINY)).unsqueeze(1)
@@ -235,6 +235,7 @@ def _dequantize(
 
 # --- host functions ------------------------------------------------------------------------------------------------
 
+_tables = cache(tables)  # a kernel's launch must not wait for a copy to the device
 METHOD = "table"  # how a code becomes its value: "table", "gather" or "select"
 TILE = 4096  # weights of one program
 WARPS = 4
@@ -242,7 +243,7 @@ WARPS = 4
 
 def _launch_dequantize(parts: Sequence[NF4], sizes: Sequence[int], block: int, out: Tensor) -> None:
     """Up to three weights, alike in double quantisation, into ``out`` [sum of sizes]."""
-    values, _ = tables(out.device)
+    values, _ = _tables(out.device)
     whole = all(n % 8 == 0 and part.codes.data_ptr() % 4 == 0 for part, n in zip(parts, sizes, strict=True))
     arguments: list[Any] = []
     for i in range(3):
@@ -278,7 +279,7 @@ def nf4_quantize(w: Tensor, block: int = 64, nested: bool = True) -> NF4:
     codes = torch.empty((n + 1) // 2, dtype=torch.uint8, device=w.device)
     absmax = torch.empty(triton.cdiv(n, block), dtype=torch.float32, device=w.device)
     _quantize[(triton.cdiv(n, 4096),)](
-        flat, tables(w.device)[1], codes, absmax, n, BLOCK=block, TILE=4096, num_warps=8, enable_fp_fusion=False
+        flat, _tables(w.device)[1], codes, absmax, n, BLOCK=block, TILE=4096, num_warps=8, enable_fp_fusion=False
     )
     return double_quantize(codes, absmax) if nested else NF4(codes, absmax)
 

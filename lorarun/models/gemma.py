@@ -53,8 +53,8 @@ class Config:
         kind = raw["model_type"]
         fields = DEFAULTS[kind] | dict(raw)
         # The first Gemma files say "gelu" where the tanh approximation is meant, and a later field says so.
-        named = fields.get("hidden_activation") or fields.get("hidden_act")
-        fields["hidden_activation"] = "gelu_pytorch_tanh" if kind == "gemma" and named in (None, "gelu") else named
+        named = fields.get("hidden_activation") or fields.get("hidden_act") or "gelu_pytorch_tanh"
+        fields["hidden_activation"] = "gelu_pytorch_tanh" if kind == "gemma" and named == "gelu" else named
         check_supported(fields, fields["hidden_activation"])
         count = fields["num_hidden_layers"]
         every = {"gemma": 1, "gemma2": 2}.get(kind) or raw.get("sliding_window_pattern") or 6

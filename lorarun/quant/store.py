@@ -54,8 +54,8 @@ class Store(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         def move(tensor: Tensor) -> Tensor:
-            like = fn(tensor[:0])  # shows where `fn` would put the tensor, and whether it would cast it
-            return fn(tensor) if like.dtype == tensor.dtype else tensor.to(like.device)
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         return super()._apply(move, recurse)
 
@@ -137,9 +137,10 @@ class NF4Store(Store):
 class FP8Store(Store):
     """A weight [rows, cols] in FP8 e4m3, see :mod:`lorarun.kernels.fp8`.
 
-    codes: float8_e4m3fn [rows, cols].  scale, what codes are multiplied with (fp32, bf16 or powers of two in
-    float8_e8m0fnu; kept as fp32): one a row, or with ``block`` = (bm, bn) one for each block of bm × bn, partial blocks
-    at the edges counted.  Raises ValueError when they do not fit each other.
+    codes: float8_e4m3fn [rows, cols], kept as bytes (torch can neither pickle that dtype nor leave it alone in a cast).
+    scale, what codes are multiplied with (fp32, bf16 or powers of two in float8_e8m0fnu; kept as fp32): one a row, or
+    with ``block`` = (bm, bn) one for each block of bm × bn, partial blocks at the edges counted.  Raises ValueError
+    when they do not fit each other.
     """
 
     bits = 8.01
@@ -157,7 +158,7 @@ class FP8Store(Store):
             raise ValueError(
                 f"FP8 weight {list(codes.shape)} with {what}: scales are {list(scale.shape)} instead of {list(grid)}."
             )
-        self._hold(codes=codes.contiguous(), scale=scale.detach().float().reshape(grid))
+        self._hold(codes=codes.contiguous().view(torch.uint8), scale=scale.detach().float().reshape(grid))
 
     @classmethod
     def from_dense(cls, w: Tensor) -> FP8Store:
@@ -169,7 +170,8 @@ class FP8Store(Store):
 
     def part(self) -> FP8:
         """What the kernels take."""
-        return FP8(self.codes, self.scale, self.block or (1, max(1, self.shape[1])))
+        codes = self.codes.view(torch.float8_e4m3fn)
+        return FP8(codes, self.scale, self.block or (1, max(1, self.shape[1])))
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:

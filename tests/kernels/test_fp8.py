@@ -48,7 +48,7 @@ def test_a_row_comes_back_within_half_a_step(shape):
 
 @pytest.mark.parametrize("block", [(128, 128), (64, 64), (16, 48), (1, 128), (128, 1)])
 def test_blocks_follow_the_formula(block):
-    """200 × 300 does not tile into 128 × 128: the last blocks are partial (github.com/unslothai/unsloth/issues/6848)."""
+    """200 × 300 does not tile into 128 × 128: the last are partial (github.com/unslothai/unsloth/issues/6848)."""
     rows, cols = 200, 300
     generator = torch.Generator().manual_seed(0)
     codes = (20 * torch.randn(rows, cols, generator=generator)).to(torch.float8_e4m3fn)
@@ -132,9 +132,9 @@ def check_dequantize(device, rows, cols, block, dtype):
 @pytest.mark.kernel
 @pytest.mark.parametrize("block", [None, (128, 128), (64, 64), (16, 48), (1, 128)])
 def test_dequantize(device, block):
-    for rows, cols in (([1], 1), ([3], 7), ([200], 300), ([5, 130, 1], 2100), ([1, 2, 3, 4], 64), ([0, 3], 64)):
+    for rows, cols in (([1], 1), ([3], 7), ([5, 130, 1], 300), ([2], 2100), ([1, 2, 3, 4], 64), ([0, 3], 64)):
         check_dequantize(device, rows, cols, block or (1, cols), torch.float32)
-    check_dequantize(device, [129, 3], 320, block or (1, 320), torch.float16)
+    check_dequantize(device, [5, 3], 320, block or (1, 320), torch.float16)
 
 
 @pytest.mark.gpu

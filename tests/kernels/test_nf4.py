@@ -230,8 +230,9 @@ def test_dequantize_large(device, block, nested):
 
 @pytest.mark.kernel
 def test_nothing_and_mixed_formats(device):
-    empty = nf4_quantize(torch.empty(0, 64, device=device), nested=False)
-    assert nf4_dequantize([empty], [0], 64, torch.float32).shape == (0,)
+    for nested in (True, False):
+        empty = nf4_quantize(torch.empty(0, 64, device=device), nested=nested)
+        assert nf4_dequantize([empty], [0], 64, torch.float32).shape == (0,)
     w = weight((4, 64), device=device)
     parts = [nf4_quantize(w, 64, nested) for nested in (True, False, True)]
     both = nf4_dequantize([parts[0], empty, *parts[1:]], [256, 0, 256, 256], 64, torch.float32)
