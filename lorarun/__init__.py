@@ -11,8 +11,8 @@ from lorarun.adapter import save_adapter
 from lorarun.data import Batch, batches, supervised
 from lorarun.export import save_merged
 from lorarun.generate import generate
-from lorarun.load import load
-from lorarun.lora import add_lora, adapters_disabled, lora_parameters, merge, unmerge, use_adapter
+from lorarun.load import load, load_adapter
+from lorarun.lora import adapters_disabled, add_lora, lora_parameters, merge, unmerge, use_adapter
 from lorarun.report import report
 from lorarun.train import evaluate, fit, loss
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -26,6 +27,7 @@ from lorarun.kernels.backend import runs_triton
 from lorarun.kernels.gated import adapted_backward, adapted_forward, gated
 from lorarun.kernels.lora import Branch, Dropout, lora_down, lora_grad, lora_input_grad, lora_up_, serves
 from lorarun.nn import Linear, untouched
+from lorarun.quant.store import Store, dequantize_side_by_side
 
 
 def obstacle(linears: Sequence[Linear], dtype: torch.dtype) -> str | None:
@@ -34,8 +36,9 @@ def obstacle(linears: Sequence[Linear], dtype: torch.dtype) -> str | None:
         return "a projection is hooked or replaced"
     if any(p is not None and p.requires_grad for linear in linears for p in (linear.weight, linear.bias)):
         return "a base weight is trained"
-    if any(linear.weight.dtype != dtype for linear in linears) or dtype == torch.float64:
-        return f"inputs are {dtype}, weights {', '.join(sorted({str(linear.weight.dtype) for linear in linears}))}"
+    dense = {str(linear.weight.dtype) for linear in linears if not isinstance(linear.weight, Store)}
+    if dtype == torch.float64 or dense - {str(dtype)}:
+        return f"inputs are {dtype}, weights {', '.join(sorted(dense)) or 'stored'}"
     if len({drop for branch, drop in (linear.running() for linear in linears) if branch.rank}) > 1:
         return "adapters of one input differ in dropout"
     return None
@@ -55,17 +58,24 @@ def _fused(x: Tensor, linears: Sequence[Linear]) -> tuple[list[Branch], Dropout 
 class Frozen:
     """The frozen weights and biases of projections that share an input, as one product.
 
-    ``sizes`` are the rows of each output.  Weights that lie side by side in memory are one matrix; others are
-    multiplied one by one into the columns of one result, without copies.
+    ``sizes`` are the rows of each output.  Stored weights are dequantised side by side into one buffer that lives for
+    the product alone; dense ones are multiplied one by one into the columns of one result, without copies.
     """
 
     def __init__(self, linears: Sequence[Linear]) -> None:
-        self.weights = [linear.weight.detach() for linear in linears]
-        self.biases = [None if linear.bias is None else linear.bias.detach() for linear in linears]
+        self.weights = [linear.weight for linear in linears]
+        self.biases = [linear.bias for linear in linears]
         self.sizes = [linear.out_features for linear in linears]
+        self.stored = any(isinstance(weight, Store) for weight in self.weights)
 
     def mm(self, x: Tensor) -> Tensor:
         """x [rows, in] → [rows, Σ sizes], biases added."""
+        if self.stored:
+            bias = None
+            if any(b is not None for b in self.biases):
+                zero = [x.new_zeros(size) if b is None else b for b, size in zip(self.biases, self.sizes, strict=True)]
+                bias = torch.cat(zero).to(x.dtype)
+            return F.linear(x, dequantize_side_by_side(self.weights, x.dtype), bias)
         y = torch.empty((len(x), sum(self.sizes)), dtype=x.dtype, device=x.device)
         for part, weight, bias in zip(y.split(self.sizes, dim=1), self.weights, self.biases, strict=True):
             if bias is None:
@@ -76,6 +86,8 @@ class Frozen:
 
     def mm_t(self, dy: Tensor) -> Tensor:
         """dy [rows, Σ sizes] → the gradient of x, [rows, in]."""
+        if self.stored:
+            return dy @ dequantize_side_by_side(self.weights, dy.dtype)
         first, *others = zip(dy.split(self.sizes, dim=1), self.weights, strict=True)
         dx = torch.mm(*first)
         for part, weight in others:

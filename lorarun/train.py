@@ -96,7 +96,7 @@ def accumulated(model: Model, step: Sequence[Batch | Mapping[str, Any]]) -> tupl
     total = torch.zeros((), device=model.device)
     for batch in step:
         part = loss(model, batch, denominator=count)
-        part.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(part)
         total += part.detach()
     return total, count
 

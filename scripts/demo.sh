@@ -20,7 +20,7 @@ echo "== fine-tuning $model"
 python scripts/finetune.py ".cache/models/$model" \
     --data .cache/models/data/chatterbot.train.jsonl \
     --eval .cache/models/data/chatterbot.eval.jsonl \
-    --question "What is a computer?" \
+    --question "Who wrote Dracula?" \
     --max-tokens 256 --lr 1e-3 --out "out/demo-$model"
 if [ "$model" = smollm2-135m ]; then
     echo "  bash scripts/demo.sh gemma3-270m   # this demo with Gemma 3 270M"

@@ -1,4 +1,4 @@
-"""Every family against transformers: tiny checkpoints layer by layer, real ones by recorded losses, tokens, gradients."""
+"""Every family against transformers: tiny checkpoints layer by layer, real ones by recorded losses and gradients."""
 
 import json
 from pathlib import Path

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lorarun.kernels.backend import runs_triton, tl, triton
-from lorarun.kernels.lora import Branch, Dropout, _kept, masking, row_groups
+from lorarun.kernels.lora import Branch, Dropout, _kept, masking, row_groups, tile
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": _gelu_tanh}
 BLOCK = 1024
-FORWARD, BACKWARD = (32, 128, 4, 2), (32, 128, 8, 2)  # rows, columns of a tile, warps, stages of the adapted kernels
+FORWARD, BACKWARD = (32, 64, 4, 2), (16, 64, 4, 3)  # rows, columns of a tile, warps, stages of the adapted kernels
 
 
 def gated_reference(gate: Tensor, up: Tensor, act: str) -> Tensor:
@@ -211,7 +211,7 @@ def adapted_forward(gu: Tensor, u: Tensor | None, gate: Branch, up: Branch, act:
     rows, inner = len(gu), gu.shape[1] // 2
     y = torch.empty((rows, inner), dtype=gu.dtype, device=gu.device)
     width, pointers = (0, [gu, gu]) if u is None else (u.shape[1] // 2, _borrowed(gate, up))
-    block_m, block_n, warps, stages = FORWARD
+    block_m, block_n, warps, stages = tile(FORWARD, max(16, width), gu)
     group, groups = row_groups(rows, block_m)
     if rows:
         _adapted_forward[(triton.cdiv(inner, block_n), groups)](
@@ -240,9 +240,9 @@ def adapted_backward(
     rows, inner = da.shape
     dgu = torch.empty((rows, 2 * inner), dtype=gu.dtype, device=gu.device)
     width, pointers = (0, [gu, gu]) if u is None else (u.shape[1] // 2, _borrowed(gate, up))
-    block_m, block_n, warps, stages = BACKWARD
-    group, groups = row_groups(rows, block_m)
     slot_down = 0 if du_down is None else du_down.shape[1]
+    block_m, block_n, warps, stages = tile(BACKWARD, max(16, width, slot_down), gu)
+    group, groups = row_groups(rows, block_m)
     sums = torch.empty((groups, slot_down, inner), dtype=torch.float32, device=gu.device)
     _adapted_backward[(triton.cdiv(inner, block_n), groups)](
         da, gu, u, *pointers, du_down, None if down is None else down.a, dgu, sums, rows, inner, gu.stride(0), group,

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from lorarun.kernels.backend import runs_triton, tl, triton
 from lorarun.kernels.rms_norm import rms_norm_reference
 
-HEADS, WARPS = 8, 4  # of one token, handled by one program
+HEADS, WARPS = 8, 1  # of one token, handled by one program
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -9,16 +9,19 @@ from kernels.checks import close, narrow, poison
 from lorarun.kernels.backend import reference
 from lorarun.nn import Adapter, Clock, Linear
 from lorarun.project import gated_mlp, obstacle, project
+from lorarun.quant.store import NF4Store
 
-SEVEN = ("q", "k", "v")
 
-
-def linear(device, dtype, cols, size, rank, bias=False, dropout=0.0, stream=0, clock=None):
+def linear(device, dtype, cols, size, rank, bias=False, dropout=0.0, stream=0, clock=None, stored=False):
     made = Linear(cols, size, bias)
     made.weight.data = torch.randn(size, cols) / cols**0.5
     if bias:
         made.bias.data = torch.randn(size)
     made.requires_grad_(False).to(device, dtype)
+    if stored:
+        store = NF4Store.from_dense(made.weight.data)
+        del made.weight
+        made.weight = store
     if rank:
         adapter = Adapter(rank, 1.5, dropout, stream, clock or Clock(3, 1))
         a, b = torch.randn(rank, cols) / cols**0.5, torch.randn(size, rank) / rank**0.5
@@ -59,11 +62,12 @@ def compare(call, linears, inputs, roundings):
 @pytest.mark.kernel
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("ranks", [(8, 8, 8), (4, 0, 16), (0, 0, 0)])
-@pytest.mark.parametrize(("bias", "dropout"), [(False, 0.0), (True, 0.25)])
-def test_project(device, ranks, bias, dropout, half):
+@pytest.mark.parametrize(("bias", "dropout", "stored"), [(False, 0.0, False), (True, 0.25, False), (True, 0.0, True)])
+def test_project(device, ranks, bias, dropout, stored, half):
     torch.manual_seed(0)
     dtype = narrow(device) if half else torch.float32
-    linears = [linear(device, dtype, 68, n, r, bias, dropout) for n, r in zip((96, 40, 40), ranks, strict=True)]
+    sizes = zip((96, 40, 40), ranks, strict=True)
+    linears = [linear(device, dtype, 68, n, r, bias, dropout, stored=stored) for n, r in sizes]
     assert obstacle(linears, dtype) is None
     x = torch.randn(2, 9, 68).to(device, dtype)
     compare(lambda ls, x: project(x, *ls), linears, [x], 8 if half else 64)
