@@ -212,7 +212,7 @@ def project(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
     if served is None:
         return tuple(linear(x) for linear in linears)
     branches, drop = served
-    ys = _Project.apply(Frozen(linears), branches, drop, x.flatten(0, -2), *_factors(branches))  # type: ignore[no-untyped-call]
+    ys = _Project.apply(Frozen(linears), branches, drop, x.flatten(0, -2), *_factors(branches))
     return tuple(y.unflatten(0, x.shape[:-1]) for y in ys)
 
 
@@ -221,12 +221,13 @@ def gated_mlp(h: Tensor, gate: Linear, up: Linear, down: Linear, act: str, resid
     hidden]."""
     opened, closed = _fused(h, (gate, up)), _fused(h, (down,))
     if opened is None or closed is None:
-        middle = gated(*project(h, gate, up), act)
+        raw_gate, raw_up = project(h, gate, up)
+        middle = gated(raw_gate, raw_up, act)
         (y,) = project(middle, down)
         return y if residual is None else residual + y
     branches = [*opened[0], *closed[0]]
     rest = None if residual is None else residual.flatten(0, -2)
-    out = _GatedMLP.apply(  # type: ignore[no-untyped-call]
+    out = _GatedMLP.apply(
         (Frozen((gate, up)), Frozen((down,))), branches, (opened[1], closed[1]), act, h.flatten(0, -2), rest,
         *_factors(branches),
     )  # fmt: skip

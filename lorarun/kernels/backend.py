@@ -30,8 +30,8 @@ tl: Any = _Absent()
 HAS_TRITON = False
 if INTERPRETED or torch.accelerator.current_accelerator() is not None:
     try:
-        import triton  # noqa: F401
-        import triton.language as tl  # noqa: F401
+        import triton  # type: ignore[no-redef]  # noqa: F401
+        import triton.language as tl  # type: ignore[no-redef]  # noqa: F401
 
         HAS_TRITON = True
     except ImportError:  # macOS, or a build without it

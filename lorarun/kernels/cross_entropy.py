@@ -129,7 +129,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses[part], grad = _chunk(
                 hidden[part], weight, targets[part], softcap, scale, fused, gradient=dhidden is not None
             )
-            if dhidden is not None:
+            if dhidden is not None and grad is not None:
                 torch.mm(grad, weight, out=dhidden[part])
             del grad
         ctx.softcap, ctx.scale, ctx.rows, ctx.fused = softcap, scale, rows, fused
@@ -166,5 +166,5 @@ def linear_cross_entropy(
     [rows] in fp32 (fp64 for fp64 input).  Without gradients no gradient is made.  Extra memory: one chunk of logits
     in the dtype of ``hidden`` (512 MiB at the most).
     """
-    losses: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, softcap, scale)  # type: ignore[no-untyped-call]
+    losses: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, softcap, scale)
     return losses

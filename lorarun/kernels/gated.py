@@ -94,10 +94,8 @@ def gated_forward(gate: Tensor, up: Tensor, act: str) -> Tensor:
     return y
 
 
-def gated_backward(
-    dy: Tensor, gate: Tensor, up: Tensor, act: str, product: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """d gate | d up side by side, [rows, 2·inner], and with ``product`` act(gate) · up again."""
+def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, act: str) -> Tensor:
+    """d gate | d up side by side, [rows, 2·inner]."""
     rows, cols = gate.shape
     grads = torch.empty((rows, 2 * cols), dtype=gate.dtype, device=gate.device)
     if rows:
@@ -281,5 +279,5 @@ def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
     """
     if not runs_triton(gate) or gate.dtype == torch.float64:
         return gated_reference(gate, up, act)
-    y: Tensor = _Gated.apply(gate, up, act)  # type: ignore[no-untyped-call]
+    y: Tensor = _Gated.apply(gate, up, act)
     return y

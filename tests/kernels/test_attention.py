@@ -238,11 +238,13 @@ def test_strides_change_nothing_but_the_reading(device):
         o = attention(q, k, v, spans, 9)
         return [o, *torch.autograd.grad(o, (q, k, v), do)]
 
-    def odd(x):
-        return torch.cat((x[..., :1], x), -1)[..., 1:]  # rows start at odd elements
+    def shifted(x, width):
+        wide = x.new_full((*x.shape[:-1], width), torch.nan)[..., 1:65]  # rows start at odd elements
+        return wide.copy_(x)
 
     views = run(q, k, v, do)
-    for copy in (torch.clone, odd, lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)):
+    turned = [lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), lambda x: shifted(x, 65)]
+    for copy in (torch.clone, *turned, lambda x: shifted(x, 72)):
         assert all(torch.equal(a, b) for a, b in zip(views, run(*map(copy, (q, k, v, do))), strict=True))
     ones = torch.ones_like(do)
     expanded = run(q, k, v, ones[:1, :1, :1, :1].expand_as(ones))
