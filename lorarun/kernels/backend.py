@@ -32,6 +32,7 @@ if INTERPRETED or torch.accelerator.current_accelerator() is not None:
     try:
         import triton  # type: ignore[no-redef]  # noqa: F401
         import triton.language as tl  # type: ignore[no-redef]  # noqa: F401
+        import triton.tools.tensor_descriptor  # type: ignore[no-redef]  # noqa: F401
 
         HAS_TRITON = True
     except ImportError:  # macOS, or a build without it

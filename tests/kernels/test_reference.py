@@ -7,7 +7,6 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from lorarun.kernels import cross_entropy
-from lorarun.kernels.attention import attention, document_starts
 from lorarun.kernels.cross_entropy import linear_cross_entropy
 from lorarun.kernels.gated import ACTIVATIONS, gated
 from lorarun.kernels.lora import low_rank
@@ -84,66 +83,6 @@ def test_gated_follows_the_formula(act):
         torch.autograd.grad(ours, (gate, up), upstream), torch.autograd.grad(formula, (gate, up), upstream), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-
-
-def attention_by_definition(q, k, v, documents, window, softcap, scale):
-    """One query at a time, in float64, from what the contract says in words."""
-    batch, seq, heads, _ = q.shape
-    rows = []
-    for b in range(batch):
-        for h in range(heads):
-            kv = h // (heads // k.shape[2])
-            for i in range(seq):
-                seen = [
-                    j
-                    for j in range(i + 1)
-                    if j > i - window
-                    and (j == i or (documents[b, j] >= 0 and len(set(documents[b, j : i + 1].tolist())) == 1))
-                ]
-                s = torch.stack([(q[b, i, h] * k[b, j, kv]).sum() for j in seen]) * scale
-                if softcap:
-                    s = softcap * torch.tanh(s / softcap)
-                rows.append((s.softmax(0).unsqueeze(1) * torch.stack([v[b, j, kv] for j in seen])).sum(0))
-    return torch.stack(rows).view(batch, heads, seq, -1).transpose(1, 2)
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, 3, 50])
-@pytest.mark.parametrize("packed", [False, True])
-def test_attention_by_definition(packed, window, softcap):
-    q = torch.randn(2, 11, 4, 6, dtype=torch.float64, requires_grad=True)
-    k, v = (torch.randn(2, 11, 2, 6, dtype=torch.float64, requires_grad=True) for _ in "kv")
-    documents = torch.zeros(2, 11, dtype=torch.int64)
-    if packed:
-        documents[0] = torch.tensor([-1, -1, 0, 0, 0, 0, 1, 1, 2, -1, -1])
-        documents[1] = torch.tensor([5, 5, 5, 5, 5, 4, 4, 4, 4, 5, 5])
-    first = document_starts(documents) if packed else None
-    ours = attention(q, k, v, first, window, softcap, scale=0.3)
-    theirs = attention_by_definition(q, k, v, documents, window or 99, softcap, 0.3)
-    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-    upstream = torch.randn_like(ours)
-    for a, b in zip(
-        torch.autograd.grad(ours, (q, k, v), upstream), torch.autograd.grad(theirs, (q, k, v), upstream), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, 4])
-def test_attention_of_the_last_queries_alone(window, softcap):
-    q, k, v = torch.randn(2, 13, 4, 8), torch.randn(2, 13, 2, 8), torch.randn(2, 13, 2, 8)
-    documents = torch.tensor([[-1] * 2 + [0] * 11, [0] * 13])
-    first = document_starts(documents)
-    whole = attention(q, k, v, first, window, softcap)
-    for n in (1, 5):
-        part = attention(q[:, -n:], k, v, first[:, -n:], window, softcap)
-        torch.testing.assert_close(part, whole[:, -n:], rtol=0, atol=1e-6)
-    torch.testing.assert_close(
-        attention(q[:, -1:], k, v, None, window, softcap),
-        attention(q, k, v, None, window, softcap)[:, -1:],
-        atol=1e-6,
-        rtol=0,
-    )
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
