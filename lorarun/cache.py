@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorarun.kernels.attention import document_starts
+from lorarun.kernels.attention import Spans, document_spans
 from lorarun.nn import Model
 
 
@@ -32,11 +32,11 @@ class Cache:
             empty = torch.empty(size, dtype=model.dtype, device=model.device)
             self._layers.append((empty, torch.empty_like(empty)))
 
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
+    def update(self, layer: int, k: Tensor, v: Tensor, spans: Spans | None) -> tuple[Tensor, Tensor, Spans | None]:
         """Append k, v [batch, new, kv_heads, head_dim] of a layer.
 
-        Returns the keys and values that the new queries attend to, and how many earlier slots are no longer among them.
-        ``length`` moves on after the last layer.
+        Returns the keys and values that the new queries attend to, and the queries' spans, counted from the first of
+        those keys.  ``length`` moves on after the last layer.
         """
         end = self.length + k.shape[1]
         if end > self.capacity:
@@ -45,9 +45,10 @@ class Cache:
         window = self.windows[layer]
         if window is None:
             keys[:, self.length : end], values[:, self.length : end] = k, v
-            keys, values, dropped = keys[:, :end], values[:, :end], 0
+            keys, values = keys[:, :end], values[:, :end]
         else:
-            dropped = self.length - keys.shape[1]
+            gone = self.length - keys.shape[1]
+            spans = None if spans is None else Spans((spans.first - gone).clamp(min=0))
             keys, values = torch.cat((keys, k), dim=1), torch.cat((values, v), dim=1)
             past = max(0, keys.shape[1] - (window - 1))
             recent = keys[:, past:], values[:, past:]
@@ -55,30 +56,30 @@ class Cache:
             self._layers[layer] = (recent[0].clone(), recent[1].clone()) if past > 1 else recent
         if layer == len(self._layers) - 1:
             self.length = end
-        return keys, values, dropped
+        return keys, values, spans
 
 
 def place(
     ids: Tensor, positions: Tensor | None, documents: Tensor | None, cache: Cache | None
-) -> tuple[Tensor, Tensor | None]:
-    """Where each token stands: its position [batch or 1, seq], and its document's first slot [batch, seq] (None: 0).
+) -> tuple[Tensor, Spans | None]:
+    """Where each token stands: its position [batch or 1, seq], and the span of its document (None: the whole row).
 
     ids, documents [batch, seq].  ``positions`` overrides the default, the index inside the document.
     """
     seq = ids.shape[1]
     start = 0 if cache is None else cache.length
-    first = None
+    spans = None
     if documents is not None:
         if start:
             raise ValueError("documents belong to the first call with a cache; later calls pass the new ids alone.")
-        first = document_starts(documents)
+        spans = document_spans(documents)
         if cache is not None:
             if bool((documents[:, -1] < 0).any()):
                 raise ValueError("A batch that fills a cache must be padded on the left: each row ends in a token.")
-            cache.first = first[:, -1:]
+            cache.first = spans.first[:, -1:]
     elif cache is not None and cache.first is not None:
-        first = cache.first.expand(-1, seq)
+        spans = Spans(cache.first.expand(-1, seq))
     if positions is None:
         slots = torch.arange(start, start + seq, device=ids.device).unsqueeze(0)
-        positions = slots if first is None else slots - first
-    return positions, first
+        positions = slots if spans is None else slots - spans.first
+    return positions, spans

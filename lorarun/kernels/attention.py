@@ -101,6 +101,8 @@ def attention_reference(
     scale: float | None = None,
 ) -> Tensor:
     """The contract in plain PyTorch; arguments as in :func:`attention`, ``first`` alone for the spans."""
+    if q.numel() == 0:
+        return q.clone()
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1:3]
     if window is not None and window >= keys:
@@ -167,7 +169,7 @@ def _row(b, h, heads, queries):
     return (b.to(tl.int64) * heads + h) * ((queries + 3) // 4 * 4)
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "window"])
+@triton.jit(do_not_specialize=["queries", "keys", "window", "group"])
 def _forward_kernel(
     q_tiles,
     o_tiles,
@@ -180,7 +182,7 @@ def _forward_kernel(
     window,
     softcap,
     scale,
-    GROUP: tl.constexpr,
+    group,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -188,7 +190,7 @@ def _forward_kernel(
     """o and lse of one block of queries of one head."""
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
     h, b = tl.program_id(1), tl.program_id(2)
-    heads = tl.num_programs(1)
+    heads, kv = tl.num_programs(1), h // group
     o_m = start + tl.arange(0, BLOCK_M)
     o_q = o_m + (keys - queries)
     b_start = _first_seen(p_first, b, o_m, o_q, queries, window)
@@ -199,7 +201,7 @@ def _forward_kernel(
     b_o = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     unit = (scale if softcap is None else 1.0) * 1.4426950408889634  # log2(e)
     for n in tl.range(tl.min(b_start), tl.minimum(whole_to + BLOCK_M, keys), BLOCK_N):
-        b_k = _tile(k_tiles, b, h // GROUP, n, BLOCK_N, BLOCK_D)
+        b_k = _tile(k_tiles, b, kv, n, BLOCK_N, BLOCK_D)
         b_s = tl.dot(b_q, b_k.T, input_precision="ieee")
         if softcap is not None:
             b_s = softcap * _tanh(b_s, scale / softcap)
@@ -213,14 +215,14 @@ def _forward_kernel(
         b_p = tl.exp2(b_s * unit - b_base[:, None])
         b_fade = tl.exp2(b_top - b_base)
         b_sum = b_sum * b_fade + tl.sum(b_p, 1)
-        b_v = _tile(v_tiles, b, h // GROUP, n, BLOCK_N, BLOCK_D)
+        b_v = _tile(v_tiles, b, kv, n, BLOCK_N, BLOCK_D)
         b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * b_fade[:, None], input_precision="ieee")
         b_top = b_new
     _store(o_tiles, b_o / b_sum[:, None], b, h, start, BLOCK_M, BLOCK_D)
     tl.store(p_lse + _row(b, h, heads, queries) + o_m, b_top + tl.log2(b_sum), mask=o_m < queries)
 
 
-@triton.jit(do_not_specialize=["queries", "window"])
+@triton.jit(do_not_specialize=["queries", "window", "group"])
 def _dq_kernel(
     q_tiles,
     dq_tiles,
@@ -235,7 +237,7 @@ def _dq_kernel(
     window,
     softcap,
     scale,
-    GROUP: tl.constexpr,
+    group,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -244,7 +246,7 @@ def _dq_kernel(
     """dq of one block of queries of one head, and its delta = Σ_d o · do, which the other kernel reads."""
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     h, b = tl.program_id(1), tl.program_id(2)
-    heads = tl.num_programs(1)
+    heads, kv = tl.num_programs(1), h // group
     o_m = start + tl.arange(0, BLOCK_M)
     row = _row(b, h, heads, queries)
     b_lse = tl.load(p_lse + row + o_m, mask=o_m < queries, other=0.0)
@@ -261,8 +263,8 @@ def _dq_kernel(
     b_dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     unit = (scale if softcap is None else softcap) * 1.4426950408889634  # log2(e)
     for n in tl.range(tl.min(b_start), tl.minimum(start + BLOCK_M, queries), BLOCK_N):
-        b_k = _tile(k_tiles, b, h // GROUP, n, BLOCK_N, BLOCK_D)
-        b_v = _tile(v_tiles, b, h // GROUP, n, BLOCK_N, BLOCK_D)
+        b_k = _tile(k_tiles, b, kv, n, BLOCK_N, BLOCK_D)
+        b_v = _tile(v_tiles, b, kv, n, BLOCK_N, BLOCK_D)
         b_s = tl.dot(b_q, b_k.T, input_precision="ieee")
         b_dp = tl.dot(b_do, b_v.T, input_precision="ieee")
         if softcap is not None:
@@ -279,7 +281,7 @@ def _dq_kernel(
     _store(dq_tiles, b_dq * scale, b, h, start, BLOCK_M, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["queries", "window"])
+@triton.jit(do_not_specialize=["queries", "window", "group"])
 def _dkv_kernel(
     q_tiles,
     do_tiles,
@@ -294,7 +296,7 @@ def _dkv_kernel(
     window,
     softcap,
     scale,
-    GROUP: tl.constexpr,
+    group,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -321,8 +323,8 @@ def _dkv_kernel(
     if dv_tiles is not None:
         b_dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     unit = (scale if softcap is None else softcap) * 1.4426950408889634  # log2(e)
-    for i in tl.range(0, GROUP * blocks):
-        h = kv * GROUP + i // blocks
+    for i in tl.range(0, group * blocks):
+        h = kv * group + i // blocks
         m = start + i % blocks * BLOCK_M
         o_m = m + tl.arange(0, BLOCK_M)
         b_q = _tile(q_tiles, b, h, m, BLOCK_M, BLOCK_D)
@@ -355,10 +357,10 @@ def _dkv_kernel(
 # (BLOCK_M, BLOCK_N, num_warps, num_stages) by head_dim, padded to a power of two, for 16-bit inputs on a GPU with the
 # shared memory of Hopper.  At 256 the sums of dk and dv do not fit the registers together: a launch each.
 BLOCKS: dict[str, dict[int, tuple[int, int, int, int]]] = {
-    "forward": {64: (128, 128, 8, 3), 128: (128, 64, 8, 3), 256: (128, 64, 8, 2)},
-    "dq": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 3)},
-    "dkv": {64: (64, 128, 8, 3), 128: (64, 128, 8, 3)},
-    "dk": {256: (32, 128, 8, 3)},
+    "forward": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (128, 32, 8, 4)},
+    "dq": {64: (64, 128, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 4, 3)},
+    "dkv": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2)},
+    "dk": {256: (64, 64, 4, 2)},
     "dv": {256: (64, 128, 8, 2)},
 }
 # For GPUs with less (they fit 99 KiB) and for fp32, by bytes of an element and head_dim: the rows that a program owns,
@@ -391,7 +393,7 @@ def _options(kernel: str, q: Tensor) -> dict[str, int] | None:
         own, visited, warps = TIGHT[q.element_size(), width]
         row = (visited, own, warps, 1) if kernel == "dkv" else (own, visited, warps, 1)
     names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-    return None if row is None else dict(zip(names, row, strict=True), BLOCK_D=width)
+    return None if row is None else dict(zip(names, row, strict=True), BLOCK_D=width, enable_fp_fusion=True)
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -441,7 +443,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dq, and with ``keys_too`` dk and dv, all contiguous."""
     batch, queries, heads, head_dim = q.shape
-    dq, delta = q.new_empty(q.shape), torch.empty_like(lse)
+    # Zeros, since a tensor map needs a device context, and autograd's thread has none before its first launch.
+    dq, delta = q.new_empty(q.shape), torch.zeros_like(lse)
     options = _options("dq", q) or {}
     grid = (triton.cdiv(queries, options["BLOCK_M"]), heads, batch)
     tiles = _inputs(options, [q, dq], [k, v])
@@ -542,7 +545,7 @@ def serves(
     if head_dim > 256 or head_dim % 8:
         return f"torch: head_dim {head_dim} is not a multiple of 8 up to 256"
     if queries <= 1 or q.numel() == 0:
-        return "torch: one query a row"
+        return "torch: one query a row, or none"
     if queries < keys and _graded(q, k, v):
         return "torch: gradients of the last queries of longer rows"
     return "Triton: " + (", ".join(reasons) or "whatever the interpreter can")
@@ -584,6 +587,7 @@ def attention(
     first, last = spans if isinstance(spans, Spans) else (spans, None)
     if backend == "torch":
         return attention_reference(q, k, v, first, window, softcap, scale)
+    v = v.contiguous()  # it is kept for backward, and a view would keep the whole product that it was cut from
     if backend == "cuDNN":  # the operator itself: SDPA would want a global switch to choose it
         heads = (x.transpose(1, 2) for x in (q, k, v))
         op = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -595,5 +599,5 @@ def attention(
             last = document_ends(first) if last is None else last.expand(q.shape[:2]).contiguous()
     window = keys if window is None else min(window, keys)
     softcap = None if softcap is None else float(softcap)
-    numbers = dict(window=window, softcap=softcap, scale=float(scale), GROUP=q.shape[2] // k.shape[2])
+    numbers = dict(window=window, softcap=softcap, scale=float(scale), group=q.shape[2] // k.shape[2])
     return _Attention.apply(q, k, v, first, last, numbers)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lorarun.cache import Cache, place
 from lorarun.config import build, check_supported, rope_parameters
-from lorarun.kernels.attention import attention
+from lorarun.kernels.attention import Spans, attention
 from lorarun.nn import Embedding, Linear, Model, RMSNorm, Rotary, add_norm, rotary
 from lorarun.project import gated_mlp, project
 
@@ -90,14 +90,13 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(e, config.rms_norm_eps) if qwen3 else None
         self.k_norm = RMSNorm(e, config.rms_norm_eps) if qwen3 else None
 
-    def forward(self, h: Tensor, tables: tuple[Tensor, Tensor], first: Tensor | None, cache: Cache | None) -> Tensor:
+    def forward(self, h: Tensor, tables: tuple[Tensor, Tensor], spans: Spans | None, cache: Cache | None) -> Tensor:
         heads = (*h.shape[:2], -1, self.head_dim)
         q, k, v = (y.view(heads) for y in project(h, self.q_proj, self.k_proj, self.v_proj))  # [B,T,H,E], [B,T,K,E]
         q, k = rotary(q, k, tables, self.q_norm, self.k_norm)
         if cache is not None:
-            k, v, dropped = cache.update(self.layer, k, v)
-            first = first if first is None else (first - dropped).clamp(min=0)
-        o = attention(q, k, v, first, window=self.window)  # [B, T, H, E]
+            k, v, spans = cache.update(self.layer, k, v, spans)
+        o = attention(q, k, v, spans, window=self.window)  # [B, T, H, E]
         (y,) = project(o.flatten(2), self.o_proj)
         return y  # [B, T, D]
 
@@ -120,9 +119,9 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], first: Tensor | None, cache: Cache | None) -> Tensor:
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], spans: Spans | None, cache: Cache | None) -> Tensor:
         x, h = add_norm(x, None, self.input_layernorm)
-        x, h = add_norm(x, self.self_attn(h, tables, first, cache), self.post_attention_layernorm)
+        x, h = add_norm(x, self.self_attn(h, tables, spans, cache), self.post_attention_layernorm)
         out: Tensor = self.mlp(h, residual=x)
         return out  # [B, T, D]
 
@@ -154,12 +153,12 @@ class Qwen(Model):
         cache: Cache | None = None,
         layers: bool = False,
     ) -> Any:
-        positions, first = place(ids, positions, documents, cache)
+        positions, spans = place(ids, positions, documents, cache)
         tables = self.rotary(positions)
         x = self.model.embed_tokens(ids)
         states = [x]
         for block in self.model.layers:
-            x = block(x, tables, first, cache)
+            x = block(x, tables, spans, cache)
             if layers:
                 states.append(x)
         x = self.model.norm(x)
