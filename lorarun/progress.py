@@ -105,17 +105,23 @@ class Progress:
 
 
 def plot_losses(rows: list[dict[str, Any]], path: str | Path) -> bool:
-    """Draw ``loss`` and ``eval_loss`` of ``rows`` over ``step`` into a PNG; False where matplotlib is not installed."""
+    """Draw the losses in ``rows`` (of ``metrics.jsonl``) into a PNG; returns False where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - optional
     except ImportError:
         return False
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss (mean over supervised tokens)")
-    for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o-")):
-        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1.2)
+    trained = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
+    measured = [(row["step"], row["eval_loss"]) for row in rows if row.get("eval_loss") is not None]
+    if trained:
+        steps, losses = zip(*trained, strict=True)
+        window = 1 + len(losses) // 10
+        means = [sum(part) / len(part) for part in (losses[max(0, i - window) : i] for i in range(1, len(losses) + 1))]
+        axes.plot(steps, losses, color="C0", alpha=0.25, linewidth=1)
+        axes.plot(steps, means, color="C0", label=f"training, mean of {window} steps")
+    if measured:
+        axes.plot(*zip(*measured, strict=True), "o-", color="C1", label="evaluation")
     axes.grid(alpha=0.3)
     if axes.has_data():
         axes.legend()

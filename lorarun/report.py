@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from lorarun.headers import abbreviate
+from lorarun.kernels.attention import serves
+from lorarun.kernels.backend import runs_triton, why
 from lorarun.lora import linears
-from lorarun.nn import Linear, Model
+from lorarun.nn import Model
+from lorarun.project import obstacle
 from lorarun.quant.store import Store, stores
 
 
@@ -106,17 +111,57 @@ def _adapter(model: Model, name: str) -> str:
     )
 
 
+LENGTH = 8192  # of the rows that the report asks attention about
+
+
 def _operations(model: Model) -> dict[str, str]:
-    reference = "torch (the only implementation yet)"
-    hooked = [
-        path
-        for path, module in model.named_modules()
-        if isinstance(module, Linear) and (module._forward_hooks or module._forward_pre_hooks)
-    ]
-    capped = getattr(model.config, "attn_logit_softcapping", None)
+    """Each question is put to what decides it when the model runs."""
+    weight = model.model.embed_tokens.weight
     return {
-        "projections": "torch matmul, each on its own" + (f"; hooks on {len(hooked)}" if hooked else ""),
-        "attention": "torch, explicit scores (soft-cap)" if capped else "torch scaled_dot_product_attention",
-        "norm, rotary, gate": reference,
-        "head and loss": "torch, chunked: full logits are never held",
+        "projections": _projections(model),
+        **_attention(model),
+        "norm, rotary, gate": why(weight.device),
+        "head and loss": f"in chunks, full logits are never held; rows of logits: {why(weight.device)}",
     }
+
+
+def _projections(model: Model) -> str:
+    apart: dict[str, int] = {}
+    groups = [
+        [getattr(part, name) for name in names]
+        for block in model.model.layers
+        for part, *names in (
+            (block.self_attn, "q_proj", "k_proj", "v_proj"), (block.self_attn, "o_proj"),
+            (block.mlp, "gate_proj", "up_proj"), (block.mlp, "down_proj"),
+        )
+    ]  # fmt: skip
+    if not runs_triton(model.model.embed_tokens.weight):
+        return f"one by one ({why(model.device)})"
+    for group in groups:
+        if reason := obstacle(group, model.dtype):
+            apart[reason] = apart.get(reason, 0) + 1
+    fused = len(groups) - sum(apart.values())
+    rest = "".join(f"; {count} one by one ({reason})" for reason, count in apart.items())
+    return f"{fused} of {len(groups)} groups that share an input run as one{rest}"
+
+
+def _attention(model: Model) -> dict[str, str]:
+    """What serves long rows in training, of one document and packed, for each kind of layer."""
+    config = model.config
+
+    def heads(count: int) -> torch.Tensor:
+        one = torch.empty(1, 1, count, config.head_dim, dtype=model.dtype, device=model.device)
+        return one.expand(1, LENGTH, count, config.head_dim)
+
+    q, k = heads(config.num_attention_heads), heads(config.num_key_value_heads)
+    spans = torch.zeros(1, 1, dtype=torch.int32, device=model.device).expand(1, LENGTH)
+    cap = getattr(config, "attn_logit_softcapping", None)
+    kinds = sorted(set(config.windows), key=lambda window: window or 0)
+    facts = {}
+    for window in kinds:
+        name = (
+            "attention" if len(kinds) == 1 else "attention, full" if window is None else f"attention, window {window}"
+        )
+        one, packed = (serves(q, k, k, each, window, cap) for each in (None, spans))
+        facts[name] = one if one == packed else f"{one}; packed documents: {packed}"
+    return facts

@@ -1,0 +1,70 @@
+"""The report against the model it describes, after each thing that can change what runs."""
+
+import pytest
+import torch
+
+import lorarun
+from lorarun.kernels.backend import reference
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_storage_counts_every_byte(tiny):
+    model = lorarun.load(tiny("llama3"), dtype=torch.bfloat16)
+    lorarun.add_lora(model, r=4)
+    facts = lorarun.report(model).to_dict()
+    assert facts["model"]["parameters"] == sum(p.numel() for n, p in model.named_parameters() if "lora_" not in n)
+    assert facts["model"]["trainable"] == sum(p.numel() for p in lorarun.lora_parameters(model))
+    sizes = {group: float(text.split()[0].replace(",", "")) for group, text in facts["storage"].items()}
+    held = sum(p.nbytes for p in model.parameters()) / 2**20
+    assert abs(sum(sizes.values()) - held) < 0.05 * len(sizes)  # each is printed to a tenth of a MiB
+    assert "bfloat16" in facts["storage"]["projections"] and "float32" in facts["storage"]["adapters"]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_state_of_each_adapter(tiny):
+    model = lorarun.load(tiny("qwen3"))
+    assert "base model" in str(lorarun.report(model))
+    lorarun.add_lora(model, r=4, alpha=8, name="one")
+    lorarun.add_lora(model, r=2, targets=["q_proj"], name="two")
+
+    def states():
+        return {name: text.split(";")[0] for name, text in lorarun.report(model).to_dict()["adapters"].items()}
+
+    assert states() == {"one": "off", "two": "live"}
+    lorarun.use_adapter(model, "one")
+    lorarun.merge(model)
+    assert states() == {"one": "merged into the weights", "two": "off"}
+    lorarun.unmerge(model)
+    with lorarun.adapters_disabled(model):
+        assert states() == {"one": "off", "two": "off"}
+    assert states() == {"one": "live", "two": "off"}
+    text = lorarun.report(model).to_dict()["adapters"]["one"]
+    assert "r=4, scale=2" in text and "28 projections" in text
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_stores_and_what_was_left_dense_are_named(tiny):
+    model = lorarun.load(tiny("llama3"), bits=4, skip=["layers.1.mlp.down_proj"])
+    storage = lorarun.report(model).to_dict()["storage"]
+    assert "NF4" in storage["projections"]
+    assert "model.layers.1.mlp.down_proj" in storage["projections left dense"]
+
+
+def test_operations_on_a_cpu_name_the_reason(tiny):
+    facts = lorarun.report(lorarun.load(tiny("gemma3-text"))).to_dict()["operations"]
+    assert "no Triton here" in facts["projections"] and "no Triton here" in facts["norm, rotary, gate"]
+    assert {"attention, full", "attention, window 8"} <= facts.keys()
+
+
+@pytest.mark.gpu
+def test_operations_on_a_gpu_follow_hooks_and_the_forced_reference(tiny, device):
+    model = lorarun.load(tiny("llama3"), device=device)
+    lorarun.add_lora(model, r=8)
+    facts = lorarun.report(model).to_dict()["operations"]
+    assert facts["projections"].startswith("16 of 16 groups") and facts["norm, rotary, gate"] == "Triton"
+    assert facts["attention, full"].startswith("cuDNN") and "packed documents: Triton" in facts["attention, full"]
+    model.model.layers[2].self_attn.k_proj.register_forward_hook(lambda *args: None)
+    facts = lorarun.report(model).to_dict()["operations"]
+    assert facts["projections"].startswith("15 of 16 groups") and "hook" in facts["projections"]
+    with reference():
+        assert "it was asked for" in lorarun.report(model).to_dict()["operations"]["projections"]
