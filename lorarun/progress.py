@@ -105,15 +105,17 @@ class Progress:
 
 
 def plot_losses(rows: list[dict[str, Any]], path: str | Path) -> bool:
-    """Draw the losses in ``rows`` (of ``metrics.jsonl``) into a PNG; returns False where matplotlib is not installed."""
+    """Draw the losses in ``rows`` (of ``metrics.jsonl``) into a PNG; False where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - optional
     except ImportError:
         return False
     figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss (mean over supervised tokens)")
-    trained = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
-    measured = [(row["step"], row["eval_loss"]) for row in rows if row.get("eval_loss") is not None]
+    trained, measured = (
+        [(row["step"], row[key]) for row in rows if row.get(key) is not None and math.isfinite(row[key])]
+        for key in ("loss", "eval_loss")
+    )
     if trained:
         steps, losses = zip(*trained, strict=True)
         window = 1 + len(losses) // 10

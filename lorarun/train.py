@@ -141,10 +141,10 @@ def fit(
     for evaluation instead; ``seed`` says which.  epochs: passes over the rows, each in a new order from ``seed``;
     steps: this many optimizer steps instead, over as many passes as they need.
     max_tokens: of one batch; pack, see :func:`lorarun.data.batches`.  accumulate: batches of one optimizer step; its
-    loss is the mean over the supervised tokens of all of them together.  The last step takes what is left, even if
-    fewer. lr, schedule ("cosine", "linear", "constant"), warmup (an int is a number of steps, a float below 1 a
-    fraction of all, to the nearest step): see :func:`learning_rate`.  clip: the largest norm of a step's gradient, None
-    for no limit.
+    loss is the mean over the supervised tokens of all of them together.  The last step takes what is left, even if fewer.
+    lr, schedule ("cosine", "linear", "constant"), warmup (an int is a number of steps, a float below 1 a fraction of
+    all, to the nearest step): see :func:`learning_rate`.  clip: the largest norm of a step's gradient, None for no
+    limit.
     eval_every: evaluate after each such number of steps; without it, only before the first and after the last.
 
     A step whose gradient is not finite changes nothing; it is named, counted, and its place in the schedule is spent.

@@ -65,7 +65,12 @@ def test_metrics_are_written_as_the_run_goes(tmp_path, monkeypatch):
 
 
 def test_the_plot_is_a_picture_of_what_there_is(tmp_path):
-    rows = [{"step": 0, "eval_loss": 3.0}, {"step": 1, "loss": None}, {"step": 2, "loss": 2.0, "eval_loss": 2.5}]
+    rows = [
+        {"step": 0, "eval_loss": 3.0},
+        {"step": 1, "loss": None},
+        {"step": 2, "loss": float("nan")},
+        {"step": 3, "loss": 2.0, "eval_loss": 2.5},
+    ]
     for name, chosen in [("some.png", rows), ("none.png", [])]:
         assert plot_losses(chosen, tmp_path / name)
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
