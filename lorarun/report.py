@@ -159,9 +159,7 @@ def _attention(model: Model) -> dict[str, str]:
     kinds = sorted(set(config.windows), key=lambda window: window or 0)
     facts = {}
     for window in kinds:
-        name = (
-            "attention" if len(kinds) == 1 else "attention, full" if window is None else f"attention, window {window}"
-        )
+        name = "attention, full" if window is None else f"attention, window {window}"
         one, packed = (serves(q, k, k, each, window, cap) for each in (None, spans))
         facts[name] = one if one == packed else f"{one}; packed documents: {packed}"
     return facts

@@ -141,7 +141,7 @@ def fit(
     for evaluation instead; ``seed`` says which.  epochs: passes over the rows, each in a new order from ``seed``;
     steps: this many optimizer steps instead, over as many passes as they need.
     max_tokens: of one batch; pack, see :func:`lorarun.data.batches`.  accumulate: batches of one optimizer step; its
-    loss is the mean over the supervised tokens of all of them together.  The last step takes what is left, even if fewer.
+    loss is the mean over the supervised tokens of all of them together.  The last step takes what is left.
     lr, schedule ("cosine", "linear", "constant"), warmup (an int is a number of steps, a float below 1 a fraction of
     all, to the nearest step): see :func:`learning_rate`.  clip: the largest norm of a step's gradient, None for no
     limit.
