@@ -29,8 +29,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lorarun.headers import Entry, abbreviate, read_header
-from lorarun.lora import INPUTS, Lora, attach, block_of, check_new, selects
+from lorarun.headers import Entry, abbreviate, read_header, read_json
+from lorarun.lora import Lora, attach, block_of, check_new, find_targets, selects
 from lorarun.nn import Linear, Model
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -121,7 +121,7 @@ def _config(model: Model, lora: Lora) -> dict[str, Any]:
     layers = lora.layers
     # The short form, where PEFT would find exactly these modules by it.  It takes no layers with a pattern, and in a
     # multimodal model a short name also means the vision tower.
-    found = [path for path in _projections(model) if _selected(targets, layers, path)]
+    found = [path for path in dict(find_targets(model, "all-linear")) if _selected(targets, layers, path)]
     if model.nested or found != lora.modules or (layers and isinstance(targets, str)):
         targets, layers = sorted(_stored_name(model, module) for module in lora.modules), None
     return {
@@ -151,15 +151,6 @@ def _selected(targets: str | list[str], layers: list[int] | None, path: str) -> 
     return selects(targets, path) and (layers is None or block_of(path) in layers)
 
 
-def _projections(model: Model) -> dict[str, Linear]:
-    """The modules that can carry an adapter: every projection of every block, by name."""
-    return {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, Linear) and path.rpartition(".")[2] in INPUTS
-    }
-
-
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
@@ -185,7 +176,7 @@ def load_adapter(
         for module, linear, keys in parts:
             a, b = (_own(file.get_tensor(key), linear.weight.device, dtype) for key in keys)
             tensors.append((module, linear, a, b))
-    attach(model, name, lora, tensors, None)
+    attach(model, name, lora, tensors)
 
 
 def _own(stored: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
@@ -195,16 +186,10 @@ def _own(stored: Tensor, device: torch.device, dtype: torch.dtype | None) -> Ten
 
 def read_adapter_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The raw ``adapter_config.json`` of a folder."""
-    path = Path(folder) / CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        return read_json(Path(folder) / CONFIG)
     except FileNotFoundError:
         raise ValueError(f"{folder} has no {CONFIG}; expected a folder with an adapter as PEFT writes it.") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): fetch or save it again.") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}.")
-    return config
 
 
 def base_of(path: str | os.PathLike[str]) -> tuple[str, str | None]:
@@ -283,7 +268,7 @@ def _match(model: Model, lora: Lora, folder: Path, raw: Mapping[str, Any]) -> li
     """Which tensors belong where; fills in ``lora.modules``.  One error for all that is missing, strange or wrong."""
     problems: list[str] = []
     entries = _entries(folder, problems)
-    projections = _projections(model)
+    projections = dict(find_targets(model, "all-linear"))
     own, roots, vision, strange = _sort_keys(entries, projections, problems)
     lora.modules = [
         path
@@ -301,7 +286,7 @@ def _match(model: Model, lora: Lora, folder: Path, raw: Mapping[str, Any]) -> li
         problems.append(f"{len(strange)} tensors are unexpected: {abbreviate(strange)}")
     if unasked:
         problems.append(f"{len(unasked)} tensors are of modules that {CONFIG} does not target: {abbreviate(unasked)}")
-    problems += _mismatches(lora, projections, {(*place, own[place]): entries[own[place]] for place in own})
+    problems += _mismatches(lora, projections, own, entries)
     if problems:
         here = model.source.name if model.source else f"a {model.config.model_type} made from a configuration"
         raise ValueError(
@@ -353,12 +338,12 @@ def _sort_keys(
 
 
 def _mismatches(
-    lora: Lora, projections: Mapping[str, Linear], entries: Mapping[tuple[str, str, str], Entry]
+    lora: Lora, projections: Mapping[str, Linear], own: Mapping[tuple[str, str], str], entries: Mapping[str, Entry]
 ) -> list[str]:
     """Tensors of a wrong shape or dtype; those that are wrong alike in one line."""
     alike: dict[str, list[str]] = {}
-    for (module, letter, key), entry in entries.items():
-        linear = projections[module]
+    for (module, letter), key in own.items():
+        linear, entry = projections[module], entries[key]
         shape = (lora.r, linear.in_features) if letter == "A" else (linear.out_features, lora.r)
         if entry.shape != shape:
             alike.setdefault(f"shape {list(entry.shape)} instead of {list(shape)}", []).append(key)

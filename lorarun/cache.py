@@ -14,16 +14,16 @@ from lorarun.nn import Model
 
 
 class Cache:
-    """Keys and values of every layer for ``batch`` rows of at most ``length`` tokens.
+    """Keys and values of every layer for ``batch`` rows of at most ``capacity`` tokens.
 
     ``length`` counts the slots that are filled; a row's padding on the left fills slots too, and ``first`` [batch, 1]
     is where its text starts (None: at slot 0 in every row).
     """
 
-    def __init__(self, model: Model, batch: int, length: int) -> None:
+    def __init__(self, model: Model, batch: int, capacity: int) -> None:
         config = model.config
-        shape = (batch, length, config.num_key_value_heads, config.head_dim)
-        self.capacity, self.length = length, 0
+        shape = (batch, capacity, config.num_key_value_heads, config.head_dim)
+        self.capacity, self.length = capacity, 0
         self.first: Tensor | None = None
         self.windows: list[int | None] = list(config.windows)
         self._layers: list[tuple[Tensor, Tensor]] = []

@@ -27,8 +27,8 @@ import safetensors
 import torch
 from torch import nn
 
-from lorarun.headers import INDEX, LFS_POINTER, SINGLE, Entry, abbreviate, is_plain_name, read_header
-from lorarun.quant.store import FP8Store, NF4Store
+from lorarun.headers import INDEX, SINGLE, Entry, abbreviate, is_plain_name, read_header, read_json
+from lorarun.quant.store import Store
 
 DENSE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 VISION = ("vision_tower.", "multi_modal_projector.", "vision_model.", "embed_vision.")
@@ -48,7 +48,7 @@ class Checkpoint:
         sizes: dict[torch.dtype, int] = {}
         for entry in self.entries.values():
             if entry.dtype in DENSE:
-                sizes[entry.dtype] = sizes.get(entry.dtype, 0) + (entry.end - entry.start) // entry.dtype.itemsize
+                sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes // entry.dtype.itemsize
         if not sizes:
             raise ValueError(f"{self.folder} holds no floating-point tensor.")
         return max(sizes, key=lambda dtype: sizes[dtype])
@@ -75,7 +75,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """The raw `config.json` of a checkpoint's folder."""
     path = Path(folder) / "config.json"
     try:
-        text = path.read_text(encoding="utf-8")
+        return read_json(path)
     except FileNotFoundError:
         what = (
             "it is an adapter: load its base model and pass this folder as adapter="
@@ -83,15 +83,6 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             else "expected a folder with config.json and safetensors files, as Hugging Face's save_pretrained writes it"
         )
         raise ValueError(f"{folder} has no config.json; {what}.") from None
-    if text.startswith(LFS_POINTER.decode()):
-        raise ValueError(f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull` there.")
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): fetch it again.") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}.")
-    return config
 
 
 # --- headers and index ---------------------------------------------------------------------------------------------
@@ -210,7 +201,7 @@ def _read_mapped(path: Path, name: str) -> torch.Tensor:
 
 
 def _read_plain(path: Path, name: str, entry: Entry) -> torch.Tensor:
-    buffer = bytearray(entry.end - entry.start)
+    buffer = bytearray(entry.nbytes)
     with open(path, "rb", buffering=0) as stream:
         stream.seek(entry.start)
         _read_into(stream, buffer, path, name)
@@ -236,8 +227,8 @@ def _same_bytes(folder: Path, one: Entry, other: Entry) -> bool:
     with open(folder / one.file, "rb", buffering=0) as left, open(folder / other.file, "rb", buffering=0) as right:
         left.seek(one.start)
         right.seek(other.start)
-        for done in range(0, one.end - one.start, CHUNK):
-            size = min(CHUNK, one.end - one.start - done)
+        for done in range(0, one.nbytes, CHUNK):
+            size = min(CHUNK, one.nbytes - done)
             a, b = bytearray(size), bytearray(size)
             _read_into(left, a, folder / one.file, "a tensor")
             _read_into(right, b, folder / other.file, "a tensor")
@@ -256,10 +247,10 @@ def fill(
     device: torch.device | str,
     mmap: bool = True,
     nested: bool = False,
-    stores: Mapping[str, type[NF4Store] | type[FP8Store]] | None = None,
-) -> int:
+    stores: Mapping[str, type[Store]] | None = None,
+) -> None:
     """Replace every (meta) parameter of `model` by the checkpoint's tensor of that name, frozen, cast to `dtype` on
-    `device`, in memory of its own. Returns how many tensors of a vision tower were skipped (0 unless `nested`).
+    `device`, in memory of its own.
 
     Those that `stores` names become stores of that class instead: each is quantised on `device`, from the values that
     are stored, before the next one is read, so that device memory holds one dense tensor at a time.
@@ -273,7 +264,7 @@ def fill(
     unusable.
     """
     _refuse_quantised(checkpoint)
-    places, skipped, problems = stored_names(checkpoint, nested)
+    places, problems = stored_names(checkpoint, nested)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     names: dict[int, list[str]] = {}  # the names of each parameter, tied ones have several
     for name, parameter in parameters.items():
@@ -301,7 +292,6 @@ def fill(
     if len(parameters) > len(names):
         model.tie()  # type: ignore[operator]
     assert not any(parameter.is_meta for parameter in model.parameters())
-    return skipped
 
 
 def _pour(
@@ -311,7 +301,7 @@ def _pour(
     dtype: torch.dtype,
     device: torch.device | str,
     mmap: bool,
-    stores: Mapping[str, type[NF4Store] | type[FP8Store]],
+    stores: Mapping[str, type[Store]],
 ) -> None:
     """Put each tensor of `targets` (stored name -> model name) into its place, one after the other."""
     problems = []
@@ -351,17 +341,15 @@ def _refuse_quantised(checkpoint: Checkpoint) -> None:
     )
 
 
-def stored_names(checkpoint: Checkpoint, nested: bool) -> tuple[dict[str, str], int, list[str]]:
-    """Model name -> stored name, how many vision tensors were left out, and the problems found."""
+def stored_names(checkpoint: Checkpoint, nested: bool) -> tuple[dict[str, str], list[str]]:
+    """Model name -> stored name, those of a vision tower left out, and the problems found."""
     places: dict[str, str] = {}
     problems: list[str] = []
-    skipped = 0
     for stored in checkpoint.entries:
         name = stored
         if nested:
             inner = stored.removeprefix("model.")
             if inner.startswith(VISION):
-                skipped += 1
                 continue
             if inner.startswith("language_model."):
                 inner = inner.removeprefix("language_model.")
@@ -371,7 +359,7 @@ def stored_names(checkpoint: Checkpoint, nested: bool) -> tuple[dict[str, str], 
         if name in places:
             problems.append(f"{places[name]} and {stored} are the same tensor of the model")
         places[name] = stored
-    return places, skipped, problems
+    return places, problems
 
 
 def _mismatches(parameters: dict[str, nn.Parameter], places: dict[str, str], checkpoint: Checkpoint) -> list[str]:

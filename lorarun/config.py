@@ -19,7 +19,13 @@ import torch
 
 from lorarun.kernels.gated import ACTIVATIONS
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+ROPE_TYPES: dict[str, tuple[str, ...]] = {  # and the fields that each needs
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 C = TypeVar("C")
 
 
@@ -73,10 +79,7 @@ def _check_rope(rope: dict[str, Any], raw: Mapping[str, Any]) -> None:
     partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise ValueError(f"config.json: partial_rotary_factor {partial} is not supported; whole heads (1.0) are.")
-    needed = {"linear": ["factor"], "dynamic": ["factor"], "yarn": ["factor"], "default": []}.get(
-        kind, ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-    )
-    missing = [key for key in needed if rope.get(key) is None]
+    missing = [key for key in ROPE_TYPES[kind] if rope.get(key) is None]
     if missing:
         raise ValueError(f"config.json: rope type {kind!r} needs {', '.join(missing)}, which the file does not have.")
 

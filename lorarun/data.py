@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lorarun.kernels.cross_entropy import IGNORE
 from lorarun.tokenizer import Tokenizer
 
-IGNORED = -100  # a label that is not learned
 FORMS = (("messages",), ("prompt", "completion"), ("text",))
 ACCEPTED = "{'messages': [{'role', 'content'}, ...]}, {'prompt': text, 'completion': text} or {'text': text}"
 SHOWN = 5  # row numbers, or errors, before "and N more"
@@ -86,17 +86,17 @@ def targets(batch: Batch | Mapping[str, Any]) -> Tensor:
     last position and the first token of a document count for nothing, and neither does padding.
     """
     batch = as_batch(batch)
-    shifted = torch.full_like(batch.labels, IGNORED)
+    shifted = torch.full_like(batch.labels, IGNORE)
     shifted[:, :-1] = batch.labels[:, 1:]
     if batch.documents is not None:
         here, following = batch.documents[:, :-1], batch.documents[:, 1:]
-        shifted[:, :-1].masked_fill_((here != following) | (following < 0), IGNORED)
+        shifted[:, :-1].masked_fill_((here != following) | (following < 0), IGNORE)
     return shifted
 
 
 def supervised(batch: Batch | Mapping[str, Any]) -> int:
     """How many tokens `batch` supervises, counted after the shift."""
-    return int((targets(batch) != IGNORED).sum())
+    return int((targets(batch) != IGNORE).sum())
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def prepare(
             prepared.too_long.append(prepared.rows)
         else:
             whole = torch.tensor(ids)
-            labels = whole.masked_fill(~torch.tensor(learned), IGNORED)
+            labels = whole.masked_fill(~torch.tensor(learned), IGNORE)
             for start in range(0, len(ids) - 1, max_tokens - 1):
                 piece = slice(start, start + max_tokens)
                 prepared.documents.append(Document(whole[piece], labels[piece]))
@@ -309,7 +309,7 @@ def _packed(chosen: list[Document]) -> Batch:
 def _padded(chosen: list[Document], pad_id: int) -> Batch:
     """A document a row, padded on the right: [documents, longest]; the padding is document -1 at position 0."""
     shape = (len(chosen), max(len(document.ids) for document in chosen))
-    ids, labels = torch.full(shape, pad_id), torch.full(shape, IGNORED)
+    ids, labels = torch.full(shape, pad_id), torch.full(shape, IGNORE)
     positions, documents = torch.zeros(shape, dtype=torch.int64), torch.full(shape, -1)
     for row, document in enumerate(chosen):
         length = len(document.ids)

@@ -65,6 +65,10 @@ class _Export:
     def dtype_of(self, entry: Entry) -> torch.dtype:
         return entry.dtype if self.dtype is None or not entry.dtype.is_floating_point else self.dtype
 
+    def size_of(self, entry: Entry) -> int:
+        """The bytes that a tensor takes as it is written."""
+        return math.prod(entry.shape) * self.dtype_of(entry).itemsize
+
     def base(self, name: str, stored: Tensor) -> Tensor:
         """The weight without adapter: as stored, or as the live model has it."""
         if self.original or name not in self.rewritten:
@@ -152,7 +156,7 @@ def _check_arguments(model: Model, base: str, dtype: torch.dtype | None, bits: i
 def _prepare(model: Model, base: str, dtype: torch.dtype | None) -> _Export:
     assert model.active is not None
     source = open_checkpoint(model.source.folder)
-    stored, _, problems = stored_names(source, model.nested)
+    stored, problems = stored_names(source, model.nested)
     own = dict(model.named_parameters(remove_duplicate=False))
     before = {f"{path}.weight": linear.merged[1] for path, linear in linears(model) if linear.merged is not None}
     live = {file: before.get(name, own[name].detach()) for name, file in stored.items() if name in own}
@@ -175,7 +179,7 @@ def _prepare(model: Model, base: str, dtype: torch.dtype | None) -> _Export:
 
 def _check_space(export: _Export, partial: Path) -> None:
     source = export.source
-    needed = sum(math.prod(entry.shape) * export.dtype_of(entry).itemsize for entry in source.entries.values())
+    needed = sum(map(export.size_of, source.entries.values()))
     needed += sum(file.stat().st_size for file in _small_files(source.folder)) + 2**20
     free = shutil.disk_usage(partial).free
     if needed > free:
@@ -202,7 +206,7 @@ def _write(export: _Export, partial: Path) -> None:
                 out.write(_header(export, file, names))
                 for name in names:
                     _write_tensor(export, name, out)
-                    bar.update(source.entries[name].end - source.entries[name].start)
+                    bar.update(source.entries[name].nbytes)
                 out.flush()
                 os.fsync(out.fileno())
     if export.changed:
@@ -230,9 +234,9 @@ def _header(export: _Export, file: str, names: list[str]) -> bytes:
     end = 0
     for name in names:
         entry = export.source.entries[name]
-        dtype = export.dtype_of(entry)
-        start, end = end, end + math.prod(entry.shape) * dtype.itemsize
-        header[name] = {"dtype": CODES[dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
+        start, end = end, end + export.size_of(entry)
+        code = CODES[export.dtype_of(entry)]
+        header[name] = {"dtype": code, "shape": list(entry.shape), "data_offsets": [start, end]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     return len(text).to_bytes(8, "little") + text
@@ -273,8 +277,8 @@ def _write_small_files(export: _Export, partial: Path) -> None:
         _write_json(partial / "config.json", config)
     if (source.folder / INDEX).exists():
         index = json.loads((source.folder / INDEX).read_text(encoding="utf-8"))
-        sizes = (math.prod(entry.shape) * export.dtype_of(entry).itemsize for entry in source.entries.values())
-        index["metadata"] = {**(index.get("metadata") or {}), "total_size": sum(sizes)}
+        total = sum(map(export.size_of, source.entries.values()))
+        index["metadata"] = {**(index.get("metadata") or {}), "total_size": total}
         _write_json(partial / INDEX, index)
 
 
@@ -293,7 +297,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def _progress(what: str, source: Checkpoint) -> Any:
     """A bar on stderr over the source's bytes; a line where that is no terminal."""
     terminal = sys.stderr.isatty()
-    total = sum(entry.end - entry.start for entry in source.entries.values())
+    total = sum(entry.nbytes for entry in source.entries.values())
     if not terminal:
         print(f"save_merged: {what} {total / 2**20:,.1f} MiB", file=sys.stderr)
     return tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, disable=not terminal)
@@ -312,7 +316,7 @@ def _check_written(export: _Export, partial: Path) -> None:
             expected = export.value(name, stored)
             if got.dtype != expected.dtype or got.shape != expected.shape or not _same_bits(got, expected):
                 wrong.append(name)
-            bar.update(source.entries[name].end - source.entries[name].start)
+            bar.update(source.entries[name].nbytes)
     if wrong:
         raise RuntimeError(
             f"save_merged: what was read back is not what was to be written: {abbreviate(wrong)}; nothing is kept. Is "

@@ -14,7 +14,6 @@ before the next step starts, as it may be the last one.
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 import sys
@@ -29,9 +28,9 @@ import torch
 from torch import Tensor
 
 from lorarun.cache import Cache
-from lorarun.kernels.lora import philox
+from lorarun.kernels.dropout import philox
 from lorarun.nn import Model, Rotary
-from lorarun.tokenizer import Stream, Tokenizer
+from lorarun.tokenizer import Stream, Tokenizer, configs, end_ids
 
 # Tokens, answers included, that are decoded together: 4 GiB of keys and values for an 8B Llama. More go one batch after
 # the other.
@@ -190,7 +189,9 @@ def _tokenizer(model: Model) -> Tokenizer:
 def _stops(model: Model, stop: Any) -> tuple[frozenset[int], list[str]]:
     """The ids and the texts that end an answer."""
     if stop is None:
-        return frozenset(_end_ids(model) if model.tokenizer is None else model.tokenizer.stop_ids), []
+        if model.tokenizer is not None:
+            return frozenset(model.tokenizer.stop_ids), []
+        return frozenset(() if model.source is None else end_ids(configs(model.source.folder))), []
     given = [stop] if isinstance(stop, (int, str)) else list(stop)
     if not all(type(item) is int or (isinstance(item, str) and item) for item in given):
         raise ValueError(f"generate: stop is {stop!r}; expected a list of ids and of texts (not empty), or None.")
@@ -205,17 +206,6 @@ def _control(tokenizer: Tokenizer, text: str) -> int | None:
     ids = tokenizer.encode(text, bos=False)
     one = len(ids) == 1 and tokenizer.decode(ids, skip_special=False) == text and not tokenizer.decode(ids)
     return ids[0] if one else None
-
-
-def _end_ids(model: Model) -> set[int]:
-    """The end ids in the checkpoint's configuration, for a model without a tokenizer."""
-    found: set[int] = set()
-    for name in ("generation_config.json", "config.json") if model.source is not None else ():
-        path = model.source.folder / name
-        fields = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        for value in (fields.get("eos_token_id"), (fields.get("text_config") or {}).get("eos_token_id")):
-            found.update(value if isinstance(value, list) else [] if value is None else [value])
-    return found
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------

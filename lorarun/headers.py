@@ -10,6 +10,7 @@ of the safetensors project. Given up: dtypes of less than a byte, which torch ha
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Collection
@@ -51,6 +52,10 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     start: int
     end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
 
 
 def read_header(path: Path, problems: list[str]) -> dict[str, Entry]:
@@ -115,13 +120,11 @@ def _entry(file: str, name: str, spec: Any, base: int) -> Entry:
     if not isinstance(spec.get("dtype"), str) or spec["dtype"] not in DTYPES:
         raise ValueError(f"{name} has dtype {spec.get('dtype')!r}; known are {', '.join(DTYPES)}")
     dtype = DTYPES[spec["dtype"]]
-    count = 1
-    for number in shape:
-        count *= number
-    if offsets[1] - offsets[0] != count * dtype.itemsize:
+    size = math.prod(shape) * dtype.itemsize
+    if offsets[1] - offsets[0] != size:
         raise ValueError(
-            f"{name} is {spec['dtype']} {shape}, which takes {count * dtype.itemsize} bytes, not the "
-            f"{offsets[1] - offsets[0]} of its data_offsets"
+            f"{name} is {spec['dtype']} {shape}, which takes {size} bytes, not the {offsets[1] - offsets[0]} of its "
+            "data_offsets"
         )
     return Entry(file, dtype, tuple(shape), base + offsets[0], base + offsets[1])
 
@@ -138,6 +141,20 @@ def _layout_problem(entries: list[tuple[str, Entry]], base: int, size: int) -> s
         cut = sum(entry.end > size for _, entry in entries)
         return f"is cut short: {size} of {end} bytes, which cuts off {cut} of its {len(entries)} tensors"
     return f"has {size - end} bytes after its last tensor" if size > end else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.  Raises FileNotFoundError where there is none, ValueError for anything else."""
+    text = path.read_text(encoding="utf-8-sig")
+    if text.startswith(LFS_POINTER.decode()):
+        raise ValueError(f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull` there.")
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): fetch it again.") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, got a {type(value).__name__}.")
+    return value
 
 
 def is_plain_name(file: str) -> bool:

@@ -18,13 +18,13 @@ from lorarun import adapter as adapters
 from lorarun.checkpoint import fill, open_checkpoint, read_config
 from lorarun.config import stored_dtype
 from lorarun.hub import resolve, resolve_adapter
-from lorarun.lora import find_targets
+from lorarun.lora import find_targets, selects
 from lorarun.models import build_model
 from lorarun.nn import Model
-from lorarun.quant.store import FP8Store, NF4Store
+from lorarun.quant.store import FP8Store, NF4Store, Store
 from lorarun.tokenizer import Tokenizer
 
-STORES: dict[int, type[NF4Store] | type[FP8Store]] = {4: NF4Store, 8: FP8Store}
+STORES: dict[int, type[Store]] = {4: NF4Store, 8: FP8Store}
 
 
 def load(
@@ -59,14 +59,14 @@ def load(
         raise ValueError(f"load: bits={bits} is not supported; None (what is stored), 16 (dense), 8 and 4 are.")
     if dtype is not None and dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise ValueError(f"load: dtype is {dtype}; expected torch.bfloat16, float16, float32 or float64.")
-    source = resolve(str(name), revision)
+    source = resolve(str(name), revision, _check_config)
     if (source.folder / "adapter_config.json").is_file() and not (source.folder / "config.json").is_file():
         if adapter is not None:
             raise ValueError(
                 f"load: {name} is an adapter itself; give its base as the name to load adapter={adapter!r}."
             )
         adapter = source.folder
-        source = resolve(*adapters.base_of(adapter))
+        source = resolve(*adapters.base_of(adapter), _check_config)
     folder = None if adapter is None else resolve_adapter(adapter).folder
     raw = read_config(source.folder)
     checkpoint = open_checkpoint(source.folder)
@@ -110,31 +110,34 @@ def load_adapter(
     adapters.load_adapter(model, resolve_adapter(path, revision).folder, name, dtype)
 
 
+def _check_config(folder: Path) -> None:
+    """Refuse a model that no family serves as soon as its configuration is there, before its weights are fetched."""
+    if (folder / "config.json").is_file():
+        with torch.device("meta"):
+            build_model(read_config(folder))
+
+
 def default_device() -> torch.device:
     """The accelerator that torch sees, else the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
 
 
-def _stores(model: Model, bits: int | None, skip: Sequence[str]) -> dict[str, type[NF4Store] | type[FP8Store]]:
+def _stores(model: Model, bits: int | None, skip: Sequence[str]) -> dict[str, type[Store]]:
     """Names of the weights that are to be quantised: those of the blocks' projections, without what ``skip`` names."""
     names = [skip] if isinstance(skip, str) else list(skip)
     if names and bits not in STORES:
         raise ValueError(f"load: skip={names} means something with bits=8 or 4 only; got bits={bits}.")
-    every = [path for path, _ in model.named_modules()]
-    unknown = [name for name in names if not any(path == name or path.endswith(f".{name}") for path in every)]
+    unknown = [name for name in names if not any(selects([name], path) for path, _ in model.named_modules())]
     if unknown:
         raise ValueError(f"load: skip names {', '.join(unknown)}, which no module of this model is called.")
     if bits not in STORES:
         return {}
-    projections = [path for path, _ in find_targets(model, "all-linear")]
-    skipped = {path for path in projections for name in names if path == name or path.endswith(f".{name}")}
-    return {f"{path}.weight": STORES[bits] for path in projections if path not in skipped}
+    projections = find_targets(model, "all-linear")
+    return {f"{path}.weight": STORES[bits] for path, _ in projections if not selects(names, path)}
 
 
-def _check_fits(
-    model: Model, dtype: torch.dtype, device: torch.device, stores: Mapping[str, type[NF4Store] | type[FP8Store]]
-) -> None:
+def _check_fits(model: Model, dtype: torch.dtype, device: torch.device, stores: Mapping[str, type[Store]]) -> None:
     """Refuse before reading what cannot fit: the weights alone against the free memory of an accelerator."""
     if device.type != "cuda":
         return

@@ -94,33 +94,31 @@ def add_lora(
     check_new(model, name, "add_lora")
     wanted = targets if isinstance(targets, str) else list(targets)
     blocks = [layers] if isinstance(layers, int) else None if layers is None else sorted(set(layers))
-    linears = find_targets(model, wanted, blocks)
-    lora = Lora(r, alpha, wanted, dropout, rslora, blocks, [path for path, _ in linears], seed)
+    found = find_targets(model, wanted, blocks)
+    lora = Lora(r, alpha, wanted, dropout, rslora, blocks, [path for path, _ in found], seed)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
 
     def factors(linear: Linear) -> tuple[Tensor, Tensor]:
         bound = 1.0 / math.sqrt(linear.in_features)
         a = torch.empty(r, linear.in_features, dtype=torch.float32, device="cpu")
-        return a.uniform_(-bound, bound, generator=generator), torch.zeros(linear.out_features, r, device="cpu")
+        b = torch.zeros(linear.out_features, r, dtype=dtype, device="cpu")
+        return a.uniform_(-bound, bound, generator=generator).to(dtype), b
 
-    attach(model, name, lora, ((path, linear, *factors(linear)) for path, linear in linears), dtype)
+    attach(model, name, lora, ((path, linear, *factors(linear)) for path, linear in found))
     return model.train()
 
 
-def attach(
-    model: Model, name: str, lora: Lora, parts: Iterable[tuple[str, Linear, Tensor, Tensor]], dtype: torch.dtype | None
-) -> None:
+def attach(model: Model, name: str, lora: Lora, parts: Iterable[tuple[str, Linear, Tensor, Tensor]]) -> None:
     """Put an adapter's matrices in place, (module name, module, A, B) for each projection, and make it the active one.
 
-    dtype None keeps the dtype that A and B have.  What ``add_lora`` and ``load_adapter`` share.
+    What ``add_lora`` and ``load_adapter`` share.
     """
     model.requires_grad_(False)
     if lora.seed is not None:
         model.clock.seed = lora.seed
     for path, linear, a, b in parts:
-        adapter = Adapter(lora.r, lora.scale, lora.dropout, _stream(path), model.clock)
-        a, b = a.to(linear.weight.device, dtype), b.to(linear.weight.device, dtype)
-        linear.attach(name, adapter, a, b)
+        adapter = Adapter(lora.scale, lora.dropout, _stream(path), model.clock)
+        linear.attach(name, adapter, a.to(linear.weight.device), b.to(linear.weight.device))
     model.adapters[name] = lora
     use_adapter(model, name)
 

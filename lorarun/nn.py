@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lorarun.kernels.lora import Branch, Dropout, dropout, low_rank
+from lorarun.kernels.dropout import Dropout, dropout
+from lorarun.kernels.lora import Branch, low_rank
 from lorarun.kernels.rms_norm import add_rms_norm, rms_norm
 from lorarun.kernels.rope import rope
 from lorarun.quant.store import Store
@@ -44,7 +45,6 @@ class Adapter:
     mask.
     """
 
-    rank: int
     scale: float
     dropout: float
     stream: int

@@ -52,14 +52,14 @@ class Optimizer:
         Returns the norm of the whole gradient before clipping, and the names of the parameters whose gradient is not
         finite; if there are any, nothing has changed.
         """
-        found = {name: p for name, p in self.parameters.items() if p.grad is not None}
-        norm = nn.utils.get_total_norm([p.grad for p in found.values() if p.grad is not None])
+        grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        norm = nn.utils.get_total_norm(list(grads.values()))
         if not norm.isfinite():
-            broken = [name for name, p in found.items() if p.grad is not None and not p.grad.isfinite().all()]
+            broken = [name for name, grad in grads.items() if not grad.isfinite().all()]
             self.clear()
             return float(norm), broken or ["their norm"]
         if self.clip is not None:
-            nn.utils.clip_grads_with_norm_(found.values(), self.clip, norm)
+            nn.utils.clip_grads_with_norm_(self.parameters.values(), self.clip, norm)
         for name, copy in self.copies.items():
             grad = self.parameters[name].grad
             copy.grad = None if grad is None else grad.float()

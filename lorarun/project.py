@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lorarun.kernels.backend import runs_triton
+from lorarun.kernels.dropout import Dropout
 from lorarun.kernels.gated import adapted_backward, adapted_forward, gated
-from lorarun.kernels.lora import Branch, Dropout, lora_down, lora_grad, lora_input_grad, lora_up_, serves
+from lorarun.kernels.lora import Branch, lora_down, lora_grad, lora_input_grad, lora_up_, serves
 from lorarun.nn import Linear, untouched
 from lorarun.quant.store import Store, dequantize_side_by_side
 

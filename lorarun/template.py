@@ -325,8 +325,7 @@ class _Conversation:
         for i, message in enumerate(self.messages):
             if message["role"] != "assistant":
                 continue
-            stretches = [(start, end) for start, end in written.get(i, []) if not text[start:end].isspace()]
-            stretches = [(start, end) for start, end in stretches if start < end]
+            stretches = [(start, end) for start, end in written.get(i, []) if text[start:end].strip()]
             if not stretches and i in written and not message.get("content"):
                 continue  # the template writes nothing for it, and there was nothing to write
             start, end = self.trim(i, text, stretches[0], known) if len(stretches) == 1 else self.between(i, text)

@@ -18,13 +18,13 @@ Given up: tokenizers without a `tokenizer.json` (bare SentencePiece files) are n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from lorarun.headers import read_json
 from lorarun.template import NAMED, Message, Span, Template, check_messages
 
 FILES = (
@@ -43,17 +43,9 @@ TEMPLATES_FOLDER = "additional_chat_templates"
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     """The JSON object in `path`, or {} when there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, got a {type(value).__name__}")
-    return value
+    return read_json(path) if path.is_file() else {}
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -72,7 +64,7 @@ def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     `chat_template.jinja` and the files of `additional_chat_templates`.
     """
     found: dict[str, str] = {}
-    for stored in (_read_json(folder / "chat_template.json").get("chat_template"), config.get("chat_template")):
+    for stored in (_read(folder / "chat_template.json").get("chat_template"), config.get("chat_template")):
         if isinstance(stored, str):
             found["default"] = stored
         elif isinstance(stored, list):
@@ -88,6 +80,17 @@ def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def _as_ids(value: Any) -> list[int]:
     return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int)]
+
+
+def configs(folder: Path) -> list[dict[str, Any]]:
+    """`generation_config.json` and `config.json` of a checkpoint, and the text models' fields nested in them."""
+    sources = [_read(folder / name) for name in ("generation_config.json", "config.json")]
+    return sources + [source["text_config"] for source in sources if isinstance(source.get("text_config"), dict)]
+
+
+def end_ids(sources: Iterable[Mapping[str, Any]]) -> set[int]:
+    """Every end token that these configurations name."""
+    return {i for source in sources for i in _as_ids(source.get("eos_token_id"))}
 
 
 def _fold_system(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -128,9 +131,8 @@ class Tokenizer:
     def __init__(self, folder: Path, core: tokenizers.Tokenizer, template: str | None = None) -> None:
         self.folder = folder
         self._core = core
-        config = _read_json(folder / "tokenizer_config.json")
-        sources = [_read_json(folder / name) for name in ("generation_config.json", "config.json")]
-        sources += [source["text_config"] for source in sources if isinstance(source.get("text_config"), dict)]
+        config = _read(folder / "tokenizer_config.json")
+        sources = configs(folder)
         self._tokens = self._special_tokens(config, sources)
         self.bos_id, self.eos_id = self._id("bos"), self._id("eos")
         pad = self._id("pad")
@@ -144,8 +146,7 @@ class Tokenizer:
         self._templates = _read_templates(folder, config)
         self.template = self._choose_template(template)
         self._template = None if self.template is None else Template(self.template, self._tokens)
-        stops = {i for source in sources for i in _as_ids(source.get("eos_token_id"))}
-        self.stop_ids: tuple[int, ...] = tuple(sorted({*stops, *_as_ids(self.eos_id), *self._end_of_turn()}))
+        self.stop_ids: tuple[int, ...] = tuple(sorted({*end_ids(sources), *_as_ids(self.eos_id), *self._end_of_turn()}))
 
     @classmethod
     def load(cls, folder: str | Path, template: str | None = None) -> Tokenizer | None:
@@ -174,7 +175,7 @@ class Tokenizer:
 
     def _special_tokens(self, config: Mapping[str, Any], sources: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """{"bos_token": "<s>", …}: an explicit null is obeyed; where nothing is said, the ids of config.json decide."""
-        table = _read_json(self.folder / "special_tokens_map.json")
+        table = _read(self.folder / "special_tokens_map.json")
         found: dict[str, str] = {}
         for name in SPECIAL:
             key = f"{name}_token"

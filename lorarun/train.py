@@ -258,33 +258,26 @@ def _check(
     def whole(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
-    fraction = 0.0 <= warmup < 1.0
-    wrong = [
-        (whole(epochs), f"epochs is {epochs!r}; expected a whole number from 1 up"),
+    limits = (
+        ("epochs", epochs, whole(epochs), "a whole number from 1 up"),
+        ("steps", steps, steps is None or whole(steps), "a whole number from 1 up, or None for whole epochs"),
+        ("lr", lr, lr > 0 and math.isfinite(lr), "a positive number"),
+        ("accumulate", accumulate, whole(accumulate), "how many batches make a step, from 1 up"),
         (
-            steps is None or whole(steps),
-            f"steps is {steps!r}; expected a whole number from 1 up, or None for whole epochs",
+            "warmup",
+            warmup,
+            0.0 <= warmup < 1.0 or (isinstance(warmup, int) and warmup >= 0),
+            "a fraction below 1.0 of all steps, or a whole number of steps",
         ),
-        (lr > 0 and math.isfinite(lr), f"lr is {lr!r}; expected a positive number"),
-        (whole(accumulate), f"accumulate is {accumulate!r}; expected how many batches make a step, from 1 up"),
-        (
-            fraction or (isinstance(warmup, int) and warmup >= 0),
-            f"warmup is {warmup!r}; expected a fraction below 1.0 of all steps, or a whole number of steps",
-        ),
-        (schedule in SCHEDULES, f"schedule is {schedule!r}; expected one of {', '.join(SCHEDULES)}"),
-        (clip is None or clip > 0, f"clip is {clip!r}; expected a positive norm, or None for no limit"),
-        (weight_decay >= 0, f"weight_decay is {weight_decay!r}; expected a number from 0 up"),
-        (
-            0.0 <= eval_fraction < 1.0,
-            f"eval_fraction is {eval_fraction!r}; expected a fraction from 0 up to, not including, 1",
-        ),
-        (
-            eval_every is None or whole(eval_every),
-            f"eval_every is {eval_every!r}; expected a number of steps from 1 up, or None",
-        ),
-    ]
-    if problems := [text for fine, text in wrong if not fine]:
-        raise ValueError(f"fit: {'; '.join(problems)}.")
+        ("schedule", schedule, schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
+        ("clip", clip, clip is None or clip > 0, "a positive norm, or None for no limit"),
+        ("weight_decay", weight_decay, weight_decay >= 0, "a number from 0 up"),
+        ("eval_fraction", eval_fraction, 0.0 <= eval_fraction < 1.0, "a fraction from 0 up to, not including, 1"),
+        ("eval_every", eval_every, eval_every is None or whole(eval_every), "a number of steps from 1 up, or None"),
+    )
+    wrong = [f"{name} is {value!r}; expected {expected}" for name, value, right, expected in limits if not right]
+    if wrong:
+        raise ValueError(f"fit: {'; '.join(wrong)}.")
 
 
 def _trainable(model: Model) -> dict[str, nn.Parameter]:

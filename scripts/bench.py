@@ -239,7 +239,7 @@ def projection(rows: int, columns: int, rank: int) -> Linear:
     with torch.device("meta"):
         made = Linear(columns, rows)
     made.weight = torch.nn.Parameter(random(rows, columns, scale=columns**-0.5), requires_grad=False)
-    made.attach("default", Adapter(rank, 1.0, 0.0, 0, Clock()), *(
+    made.attach("default", Adapter(1.0, 0.0, 0, Clock()), *(
         torch.randn(shape, device="cuda") / 64 for shape in ((rank, columns), (rows, rank))
     ))  # fmt: skip
     made.active = "default"

@@ -444,7 +444,7 @@ def test_folders_that_hold_no_adapter(tiny: Tiny, tmp_path: Path) -> None:
         (pickled, "as a pickle .adapter_model.bin., which runs code when it is opened and is never loaded"),
         (cut, "is cut short"),
         (broken, "is not valid JSON"),
-        (tmp_path / "list", "must hold a JSON object, got list"),
+        (tmp_path / "list", "must hold a JSON object, got a list"),
     ):
         with pytest.raises(ValueError, match=message):
             load_adapter(model, folder)

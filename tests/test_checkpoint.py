@@ -195,7 +195,7 @@ def test_config(tmp_path: Path) -> None:
     for text, message in (
         ("version https://git-lfs.github.com/spec/v1\n", "git-lfs pointer"),
         ('{"a": ', "is not valid JSON"),
-        ("[1]", "must hold a JSON object, got list"),
+        ("[1]", "must hold a JSON object, got a list"),
     ):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -334,7 +334,7 @@ def saved(folder: Path, tensors: dict[str, torch.Tensor], config: str | None = N
 def test_fill_puts_every_tensor_in_its_place(tmp_path: Path, dtype: torch.dtype, mmap: bool) -> None:
     state = weights()
     model = meta()
-    assert fill(model, open_checkpoint(saved(tmp_path, state)), dtype, "cpu", mmap) == 0
+    fill(model, open_checkpoint(saved(tmp_path, state)), dtype, "cpu", mmap)
     with open(tmp_path / "model.safetensors", "r+b") as file:  # the model does not live in the file
         file.write(b"\xff" * (tmp_path / "model.safetensors").stat().st_size)
     for name, tensor in model.state_dict().items():
@@ -415,7 +415,7 @@ def test_a_text_model_in_a_multimodal_checkpoint(tmp_path: Path, layout: str) ->
     vision = {f"{outer}vision_tower.patch.weight": torch.ones(2), f"{outer}multi_modal_projector.w": torch.ones(2)}
     checkpoint = open_checkpoint(saved(tmp_path, stored | vision | {head: state["lm_head.weight"]}))
     model = meta()
-    assert fill(model, checkpoint, torch.float32, "cpu", nested=True) == 2
+    fill(model, checkpoint, torch.float32, "cpu", nested=True)
     assert all(tensor.equal(state[name]) for name, tensor in model.state_dict().items())
     with pytest.raises(ValueError, match=r"tensors are unexpected: .*vision_tower"):
         fill(meta(), checkpoint, torch.float32, "cpu")
@@ -476,7 +476,6 @@ def test_a_nested_checkpoint_agrees_with_transformers(tiny: Callable[[str], Path
         ours = transformers.Gemma3ForCausalLM(theirs.config.text_config)
     ours.lm_head.weight = ours.model.embed_tokens.weight
     ours.tie = lambda: setattr(ours.lm_head, "weight", ours.model.embed_tokens.weight)
-    skipped = fill(ours, open_checkpoint(tiny("gemma3")), torch.float32, "cpu", nested=True)
+    fill(ours, open_checkpoint(tiny("gemma3")), torch.float32, "cpu", nested=True)
     text = theirs.model.language_model.state_dict()
     assert all(tensor.equal(text[name]) for name, tensor in ours.model.state_dict().items())
-    assert skipped == len(theirs.model.vision_tower.state_dict()) + len(theirs.model.multi_modal_projector.state_dict())

@@ -76,7 +76,7 @@ def document_spans(documents: Tensor) -> Spans:
     return Spans(first, document_ends(first))
 
 
-# ---------------------------------------------------------------------------------------------------------- reference
+# --- reference -------------------------------------------------------------------------------------------------------
 
 
 def visible(queries: int, keys: int, first: Tensor | None, window: int | None, device: torch.device) -> Tensor:
@@ -129,7 +129,7 @@ def attention_reference(
     return out.reshape(batch, heads, queries, head_dim).transpose(1, 2)
 
 
-# ------------------------------------------------------------------------------------------------------------ kernels
+# --- Triton kernels --------------------------------------------------------------------------------------------------
 #
 # b batch, h query head, kv key-value head, m queries, n keys, d head_dim.  Tiles come through tensor descriptors
 # [batch, heads, rows, head_dim], outside of which they read zeros and write nothing, so none is masked.  o_m indexes
@@ -171,22 +171,9 @@ def _row(b, h, heads, queries):
 
 @triton.jit(do_not_specialize=["queries", "keys", "window", "group"])
 def _forward_kernel(
-    q_tiles,
-    o_tiles,
-    k_tiles,
-    v_tiles,
-    p_first,
-    p_lse,
-    queries,
-    keys,
-    window,
-    softcap,
-    scale,
-    group,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_tiles, o_tiles, k_tiles, v_tiles, p_first, p_lse, queries, keys, window, softcap, scale, group,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """o and lse of one block of queries of one head."""
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
     h, b = tl.program_id(1), tl.program_id(2)
@@ -224,25 +211,9 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["queries", "window", "group"])
 def _dq_kernel(
-    q_tiles,
-    dq_tiles,
-    k_tiles,
-    v_tiles,
-    p_first,
-    p_o,
-    p_do,
-    p_lse,
-    p_delta,
-    queries,
-    window,
-    softcap,
-    scale,
-    group,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_tiles, dq_tiles, k_tiles, v_tiles, p_first, p_o, p_do, p_lse, p_delta, queries, window, softcap, scale, group,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """dq of one block of queries of one head, and its delta = Σ_d o · do, which the other kernel reads."""
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     h, b = tl.program_id(1), tl.program_id(2)
@@ -283,24 +254,9 @@ def _dq_kernel(
 
 @triton.jit(do_not_specialize=["queries", "window", "group"])
 def _dkv_kernel(
-    q_tiles,
-    do_tiles,
-    k_tiles,
-    v_tiles,
-    dk_tiles,
-    dv_tiles,
-    lse_tiles,
-    delta_tiles,
-    p_last,
-    queries,
-    window,
-    softcap,
-    scale,
-    group,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    q_tiles, do_tiles, k_tiles, v_tiles, dk_tiles, dv_tiles, lse_tiles, delta_tiles, p_last,
+    queries, window, softcap, scale, group, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """dk and dv (or one of them: the other's tiles are None) of one block of keys of one key-value head.
 
     One loop walks the group's heads and, within each, the blocks of queries that see the keys, both upwards: the order
@@ -352,7 +308,7 @@ def _dkv_kernel(
         _store(dv_tiles, b_dv, b, kv, start, BLOCK_N, BLOCK_D)
 
 
-# --------------------------------------------------------------------------------------------------------------- host
+# --- host functions --------------------------------------------------------------------------------------------------
 
 # (BLOCK_M, BLOCK_N, num_warps, num_stages) by head_dim, padded to a power of two, for 16-bit inputs on a GPU with the
 # shared memory of Hopper.  At 256 the sums of dk and dv do not fit the registers together: a launch each.
@@ -430,17 +386,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, numbers: dic
 
 
 def _backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    do: Tensor,
-    lse: Tensor,
-    first: Tensor | None,
-    last: Tensor | None,
-    numbers: dict[str, Any],
-    keys_too: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, first: Tensor | None, last: Tensor | None,
+    numbers: dict[str, Any], keys_too: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """dq, and with ``keys_too`` dk and dv, all contiguous."""
     batch, queries, heads, head_dim = q.shape
     # Zeros, since a tensor map needs a device context, and autograd's thread has none before its first launch.
@@ -462,7 +410,7 @@ def _backward(
     return dq, dk, dv
 
 
-# ----------------------------------------------------------------------------------------------------------- Function
+# --- autograd Function -----------------------------------------------------------------------------------------------
 
 
 class _Attention(torch.autograd.Function):
@@ -491,7 +439,7 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
-# ------------------------------------------------------------------------------------------------------------- public
+# --- public function -------------------------------------------------------------------------------------------------
 
 
 @functools.cache

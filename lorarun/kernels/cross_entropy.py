@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from lorarun.kernels.backend import runs_triton, tl, triton
 
-IGNORE = -100
+IGNORE = -100  # the target of a row that has none
 CHUNK_BYTES = 512 * 2**20  # of one chunk's logits
 BLOCK = 4096
 

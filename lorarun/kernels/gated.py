@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lorarun.kernels.backend import runs_triton, tl, triton
-from lorarun.kernels.lora import Branch, Dropout, _kept, masking, row_groups, tile
+from lorarun.kernels.dropout import Dropout, kept, masking
+from lorarun.kernels.lora import Branch, row_groups, tile
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -188,7 +189,7 @@ def _adapted_backward(
             b_y = (b_a * b_u).to(dtype)
             b_more = tl.dot(b_dud, b_ad, input_precision=precision)
             if DROP:
-                b_kept = _kept(o_m, column, inner, seed, stream, cut, BLOCK_M, BLOCK_N)
+                b_kept = kept(o_m, column, inner, seed, stream, cut, BLOCK_M, BLOCK_N)
                 b_y = tl.where(b_kept, b_y.to(tl.float32) * keep, 0.0).to(dtype)
                 b_more = tl.where(b_kept, b_more * keep, 0.0)
             b_da = (b_da + b_more).to(dtype).to(tl.float32)

@@ -1,4 +1,4 @@
-"""The low-rank update of projections that share an input, and the dropout in front of it.
+"""The low-rank update of projections that share an input.
 
     Δyᵢ = scaleᵢ · drop(x) · Aᵢᵀ · Bᵢᵀ                 (Hu et al. 2021, arXiv:2106.09685, section 4.1)
 
@@ -10,11 +10,6 @@ row groups, and the groups in a fixed order: no atomics, the same bits every tim
 
 Several adapters stand side by side in u and du, [rows, n · width]: each has a slot of ``width`` columns, its rank
 rounded up to what the tensor cores take; the columns beyond a rank are zero.
-
-Dropout masks are not drawn from a generator's state but computed: whether element e of an input is kept is a function
-of (seed, stream, e) through Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").  So a
-mask needs no storage, a recomputed forward draws the same one, and a kernel that holds any tile of the input can draw
-its part.
 """
 
 from __future__ import annotations
@@ -26,21 +21,13 @@ import torch
 from torch import Tensor
 
 from lorarun.kernels.backend import runs_triton, tl, triton
+from lorarun.kernels.dropout import Dropout, dropout, kept, masking
 
-_LOW = 0xFFFFFFFF
 MAX_WIDTH = 64  # of a slot that the kernels take; wider adapters are served by plain products
 ROW_GROUPS = 16  # over which gradients of A and B are summed apart
 
 # (rows, columns of a tile, warps, pipeline stages) for 16 bits and a rank up to 16, measured on an H200 at 8192 rows
 DOWN, UP, GRAD, INPUT_GRAD = (64, 256, 4, 3), (32, 128, 4, 3), (32, 256, 4, 3), (64, 128, 4, 3)
-
-
-class Dropout(NamedTuple):
-    """Zero an element with probability ``p``; the mask is that of (seed, stream), of 63 and 31 bits."""
-
-    p: float
-    seed: int
-    stream: int
 
 
 class Branch(NamedTuple):
@@ -68,39 +55,6 @@ def slot(branches: Sequence[Branch]) -> int:
 # --- references ---
 
 
-def philox_rounds(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: int, k1: int) -> tuple[Tensor, ...]:
-    """Ten rounds of Philox-4x32: four 32-bit words (held in int64) from a counter of four words and a key of two."""
-    for _ in range(10):
-        # 32 × 32 → 64 bits: int64 multiplication wraps, which leaves both halves right.
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c2 = ((p1 >> 32) & _LOW) ^ c1 ^ k0, ((p0 >> 32) & _LOW) ^ c3 ^ k1
-        c1, c3 = p1 & _LOW, p0 & _LOW
-        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
-    return c0, c1, c2, c3
-
-
-def philox(seed: int, stream: int, count: int, device: torch.device) -> Tensor:
-    """``count`` random integers of 32 bits as int64 [count], on ``device``.
-
-    Number e is word e % 4 of the block with counter (e // 4, stream), 64 bits each, and key ``seed`` (64 bits).
-    """
-    block = torch.arange((count + 3) // 4, dtype=torch.int64, device=device)
-    high, low = torch.full_like(block, (stream >> 32) & _LOW), torch.full_like(block, stream & _LOW)
-    words = philox_rounds(block & _LOW, block >> 32, low, high, seed & _LOW, (seed >> 32) & _LOW)
-    return torch.stack(words, dim=-1).flatten()[:count]
-
-
-def threshold(p: float) -> int:
-    """An element is dropped when its 32-bit number is below this."""
-    return min(round(p * 2**32), _LOW)
-
-
-def dropout(x: Tensor, p: float, seed: int, stream: int) -> Tensor:
-    """Zero each element of ``x`` with probability ``p`` (a multiple of 2⁻³²) and divide the others by 1 − p."""
-    kept = philox(seed, stream, x.numel(), x.device).view(x.shape) >= threshold(p)
-    return torch.where(kept, x / (1.0 - p), torch.zeros((), dtype=x.dtype, device=x.device))
-
-
 def low_rank(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """scale · x · Aᵀ · Bᵀ for x [..., in], a [rank, in], b [out, rank]; [..., out] in the dtype of ``x``.
 
@@ -111,19 +65,6 @@ def low_rank(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 # --- kernels ---
-
-
-@triton.jit
-def _kept(row, o_c, cols, seed, stream, cut, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The mask [BLOCK_M, BLOCK_C] of elements row · cols + column that survive; columns start at o_c, a multiple of
-    4."""
-    o_b = (row[:, None] * cols + o_c) // 4 + tl.arange(0, BLOCK_C // 4)[None, :]
-    low = (o_b & 0xFFFFFFFF).to(tl.uint32)
-    high = (o_b >> 32).to(tl.uint32)
-    zero = tl.zeros_like(low)
-    w0, w1, w2, w3 = tl.philox(seed, low, high, zero + stream.to(tl.uint32), zero)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [BLOCK_M, BLOCK_C / 4, 2, 2], in the order w0 w1 w2 w3
-    return tl.reshape(words, [BLOCK_M, BLOCK_C]).to(tl.uint32) >= cut.to(tl.uint32)
 
 
 @triton.jit(do_not_specialize=["seed", "stream", "cut"])
@@ -144,7 +85,7 @@ def _down(
         m_k = o_k < cols
         b_x = tl.load(p_x + o_m[:, None] * stride_x + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
         if DROP:
-            b_kept = _kept(o_m, k, cols, seed, stream, cut, BLOCK_M, BLOCK_K)
+            b_kept = kept(o_m, k, cols, seed, stream, cut, BLOCK_M, BLOCK_K)
             b_x = tl.where(b_kept, b_x.to(tl.float32) * keep, 0.0).to(p_x.dtype.element_ty)
         o_a = o_r[None, :] * cols + o_k[:, None]  # [BLOCK_K, WIDTH]
         b_a = tl.load(p_a0 + o_a, mask=(o_r < r0)[None, :] & m_k[:, None], other=0.0)
@@ -288,7 +229,7 @@ def _input_grad(
         mask = m_m[:, None] & m_k[None, :]
         b_x = tl.load(p_x + o_m[:, None] * stride_x + o_k[None, :], mask=mask, other=0.0)
         if DROP:
-            b_kept = _kept(o_m, tl.program_id(0) * BLOCK_K, cols, seed, stream, cut, BLOCK_M, BLOCK_K)
+            b_kept = kept(o_m, tl.program_id(0) * BLOCK_K, cols, seed, stream, cut, BLOCK_M, BLOCK_K)
             b_x = tl.where(b_kept, b_x.to(tl.float32) * keep, 0.0).to(dtype)
         o_u = o_m[:, None] * (N * WIDTH) + o_r[None, :]
         b_du = tl.load(p_du + o_u, mask=m_m[:, None], other=0.0)
@@ -340,9 +281,9 @@ def _triples(branches: Sequence[Branch]) -> tuple[list[Any], list[Any], list[int
     return a, b, [br.rank for br in padded], [br.size for br in padded], [br.scale for br in padded]
 
 
-def row_groups(rows: int, block: int, groups: int | None = None) -> tuple[int, int]:
+def row_groups(rows: int, block: int) -> tuple[int, int]:
     """(rows of a group, a multiple of ``block``; how many groups there are), about ROW_GROUPS of them."""
-    size = max(block, triton.cdiv(triton.cdiv(rows, groups or ROW_GROUPS), block) * block)
+    size = max(block, triton.cdiv(triton.cdiv(rows, ROW_GROUPS), block) * block)
     return size, max(1, triton.cdiv(rows, size))
 
 
@@ -350,11 +291,6 @@ def tile(best: tuple[int, int, int, int], width: int, x: Tensor) -> tuple[int, i
     """A measured tile with fewer columns for wider slots and wider elements, which take the same memory then."""
     rows, columns, warps, stages = best
     return rows, max(32, columns * 16 // width * 2 // x.element_size()), warps, stages
-
-
-def masking(drop: Dropout | None) -> tuple[int, int, int, float]:
-    """A mask as kernels take it: (seed, stream, threshold, factor of what is kept)."""
-    return (0, 0, 0, 1.0) if drop is None else (drop.seed, drop.stream, threshold(drop.p), 1.0 / (1.0 - drop.p))
 
 
 def _dropped(x: Tensor, drop: Dropout | None) -> Tensor:

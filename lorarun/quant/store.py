@@ -30,6 +30,11 @@ class Store(nn.Module):
     bits: float
     codes: nn.Parameter
 
+    @classmethod
+    def from_dense(cls, w: Tensor) -> Store:
+        """Quantise ``w`` where it is.  Raises ValueError when it holds NaN or infinity (which waits for the device)."""
+        raise NotImplementedError
+
     @property
     def device(self) -> torch.device:
         return self.codes.device
@@ -116,7 +121,6 @@ class NF4Store(Store):
 
     @classmethod
     def from_dense(cls, w: Tensor, block: int = 64, nested: bool = True) -> NF4Store:
-        """Quantise ``w`` where it is.  Raises ValueError when it holds NaN or infinity (which waits for the device)."""
         part = nf4_quantize(w, block, nested)
         _check_finite(part.absmax if part.offset is None else part.offset)
         return cls(*part, shape=w.shape, block=block)
@@ -162,8 +166,6 @@ class FP8Store(Store):
 
     @classmethod
     def from_dense(cls, w: Tensor) -> FP8Store:
-        """Quantise ``w`` [rows, cols] where it is, with a scale a row.  Raises ValueError when it holds NaN or infinity
-        (which waits for the device)."""
         part = fp8_quantize(w)
         _check_finite(part.scale)
         return cls(part.codes, part.scale)

@@ -4,18 +4,8 @@ import pytest
 import torch
 from kernels.checks import close, narrow, poison
 
-from lorarun.kernels.lora import (
-    Branch,
-    Dropout,
-    dropout,
-    lora_down,
-    lora_grad,
-    lora_input_grad,
-    lora_up_,
-    philox,
-    philox_rounds,
-    slot,
-)
+from lorarun.kernels.dropout import Dropout, dropout, philox, philox_rounds
+from lorarun.kernels.lora import Branch, lora_down, lora_grad, lora_input_grad, lora_up_, slot
 
 
 def make(device, dtype, rows, cols, sizes, ranks, masters=torch.float32):

@@ -23,7 +23,7 @@ def linear(device, dtype, cols, size, rank, bias=False, dropout=0.0, stream=0, c
         del made.weight
         made.weight = store
     if rank:
-        adapter = Adapter(rank, 1.5, dropout, stream, clock or Clock(3, 1))
+        adapter = Adapter(1.5, dropout, stream, clock or Clock(3, 1))
         a, b = torch.randn(rank, cols) / cols**0.5, torch.randn(size, rank) / rank**0.5
         made.attach("default", adapter, a.to(device), b.to(device))
         made.active = "default"
