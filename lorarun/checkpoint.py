@@ -56,10 +56,10 @@ class Checkpoint:
     def read(self, names: Collection[str], mmap: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """The named tensors, one at a time in file order, on the CPU in the stored dtype.
 
-        `mmap=True` (the default) maps each tensor's file: nothing is read before it is used, and the tensor must be
+        ``mmap=True`` (the default) maps each tensor's file: nothing is read before it is used, and the tensor must be
         copied, not kept, since its pages are the file's. A file that another program shortens meanwhile kills the
-        process (SIGBUS). `mmap=False` reads from front to back into memory of the tensor's own, which suits network
-        file systems, and a file that has become shorter is an `OSError` that names it.
+        process (SIGBUS). ``mmap=False`` reads from front to back into memory of the tensor's own, which suits network
+        file systems, and a file that has become shorter is an ``OSError`` that names it.
         """
         unknown = [name for name in names if name not in self.entries]
         if unknown:
@@ -72,7 +72,7 @@ class Checkpoint:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The raw `config.json` of a checkpoint's folder."""
+    """The raw ``config.json`` of a checkpoint's folder."""
     path = Path(folder) / "config.json"
     try:
         return read_json(path)
@@ -91,7 +91,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Read and check the index and every shard's header; no tensor is read.
 
-    Raises one `ValueError` that lists every problem of every file.
+    Raises one ``ValueError`` that lists every problem of every file.
     """
     folder = Path(folder)
     problems: list[str] = []
@@ -211,7 +211,7 @@ def _read_plain(path: Path, name: str, entry: Entry) -> torch.Tensor:
 
 
 def _read_into(stream: Any, buffer: bytearray, path: Path, name: str) -> None:
-    """Fill `buffer`; one system call reads at most 2 GiB, and may read less than asked."""
+    """Fill ``buffer``; one system call reads at most 2 GiB, and may read less than asked."""
     view, done = memoryview(buffer), 0
     while done < len(buffer):
         count = stream.readinto(view[done:])
@@ -249,19 +249,19 @@ def fill(
     nested: bool = False,
     stores: Mapping[str, type[Store]] | None = None,
 ) -> None:
-    """Replace every (meta) parameter of `model` by the checkpoint's tensor of that name, frozen, cast to `dtype` on
-    `device`, in memory of its own.
+    """Replace every (meta) parameter of ``model`` by the checkpoint's tensor of that name, frozen, cast to ``dtype`` on
+    ``device``, in memory of its own.
 
-    Those that `stores` names become stores of that class instead: each is quantised on `device`, from the values that
-    are stored, before the next one is read, so that device memory holds one dense tensor at a time.
+    Those that ``stores`` names become stores of that class instead: each is quantised on ``device``, from the values
+    that are stored, before the next one is read, so that device memory holds one dense tensor at a time.
 
-    `nested=True` reads a text model out of a multimodal checkpoint, in both layouts that exist:
-    `language_model.model.*` and `model.language_model.*`. Parameters that the model ties (one Parameter under two
-    names) may be stored under either name, or under both when they are bit-equal; `model.tie()` is called at the end.
+    ``nested=True`` reads a text model out of a multimodal checkpoint, in both layouts that exist:
+    ``language_model.model.*`` and ``model.language_model.*``. Parameters that the model ties (one Parameter under two
+    names) may be stored under either name, or under both when they are bit-equal; ``model.tie()`` is called at the end.
 
-    Raises one `ValueError` that lists every missing, unexpected, mis-shaped or wrong-typed tensor before any is read,
-    and one that lists every tensor that could not be quantised; after that, or an `OSError` while reading, the model is
-    unusable.
+    Raises one ``ValueError`` that lists every missing, unexpected, mis-shaped or wrong-typed tensor before any is
+    read, and one that lists every tensor that could not be quantised; after that, or an ``OSError`` while reading,
+    the model is unusable.
     """
     _refuse_quantised(checkpoint)
     places, problems = stored_names(checkpoint, nested)
@@ -303,7 +303,7 @@ def _pour(
     mmap: bool,
     stores: Mapping[str, type[Store]],
 ) -> None:
-    """Put each tensor of `targets` (stored name -> model name) into its place, one after the other."""
+    """Put each tensor of ``targets`` (stored name -> model name) into its place, one after the other."""
     problems = []
     for stored, tensor in checkpoint.read(targets, mmap):
         path, _, leaf = targets[stored].rpartition(".")

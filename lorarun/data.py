@@ -7,10 +7,10 @@ comparing with the pad id, also masks the real end token wherever a tokenizer pa
 Rows are never cut or dropped in silence: what cannot be used is counted, with row numbers, and said once. Only plain
 texts are cut, into consecutive pieces, for no piece of a text is less of a text.
 
-`batches` packs several documents into one row by default, where padding would be work for nothing; positions restart
-with each document and `documents` says which token belongs to which, so none attends to another. Rows are tokenised
-when `batches` is called, not while iterating: the number of batches is known, and every mistake shows before training.
-What that gives up is data larger than memory (16 bytes a token).
+``batches`` packs several documents into one row by default, where padding would be work for nothing; positions
+restart with each document and ``documents`` says which token belongs to which, so none attends to another. Rows are
+tokenised when ``batches`` is called, not while iterating: the number of batches is known, and every mistake shows
+before training. What that gives up is data larger than memory (16 bytes a token).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Batch:
 
 
 def as_batch(batch: Batch | Mapping[str, Any]) -> Batch:
-    """`batch` itself, or a mapping with its fields as a Batch; other keys are refused, for they would be ignored."""
+    """``batch`` itself, or a mapping with its fields as a Batch; other keys are refused, for they would be ignored."""
     if isinstance(batch, Batch):
         return batch
     if not isinstance(batch, Mapping):
@@ -95,7 +95,7 @@ def targets(batch: Batch | Mapping[str, Any]) -> Tensor:
 
 
 def supervised(batch: Batch | Mapping[str, Any]) -> int:
-    """How many tokens `batch` supervises, counted after the shift."""
+    """How many tokens ``batch`` supervises, counted after the shift."""
     return int((targets(batch) != IGNORE).sum())
 
 
@@ -131,7 +131,7 @@ class Document(NamedTuple):
 
 @dataclass
 class Prepared:
-    """What `prepare` made of the rows, and what it left out. Row numbers count from 1."""
+    """What ``prepare`` made of the rows, and what it left out. Row numbers count from 1."""
 
     max_tokens: int
     documents: list[Document] = field(default_factory=list)
@@ -205,13 +205,14 @@ def prepare(
     max_tokens: int = 8192,
     fold_system: bool = False,
 ) -> Prepared:
-    """Every row as a document of at most `max_tokens` tokens, and an account of what was left out.
+    """Every row as a document of at most ``max_tokens`` tokens, and an account of what was left out.
 
-    `{"messages"}` (and "tools") goes through the chat template, every assistant turn is learned, its end token too.
-    `{"prompt", "completion"}` are joined and encoded once; tokens that start in the completion, and the end token put
-    behind it, are learned. `{"text"}`: all of it is learned, the end token too; a longer text is cut into pieces, each
-    of which begins with the last token of the one before, so that every token is predicted exactly once. Longer
-    conversations and prompts are left out. `fold_system`: see `Tokenizer.render`. An iterator is consumed once.
+    ``{"messages"}`` (and "tools") goes through the chat template, every assistant turn is learned, its end token too.
+    ``{"prompt", "completion"}`` are joined and encoded once; tokens that start in the completion, and the end token
+    put behind it, are learned. ``{"text"}``: all of it is learned, the end token too; a longer text is cut into
+    pieces, each of which begins with the last token of the one before, so that every token is predicted exactly once.
+    Longer conversations and prompts are left out. ``fold_system``: see ``Tokenizer.render``. An iterator is consumed
+    once.
 
     Raises ValueError, naming rows, for rows of another form or refused by the template, and when nothing is left.
     """
@@ -251,7 +252,7 @@ def prepare(
 
 
 def _say(prepared: Prepared) -> None:
-    """The account of `prepare` on stderr; ValueError when nothing is left to train on."""
+    """The account of ``prepare`` on stderr; ValueError when nothing is left to train on."""
     left_out = prepared.left_out()
     if not prepared.documents:
         raise ValueError(f"there is nothing to learn: {left_out or 'there are no rows'}")
@@ -276,7 +277,7 @@ def _say(prepared: Prepared) -> None:
 
 
 class Batches:
-    """What `batches` returns: `len`, indexing, and iteration as often as wanted, each time in the same order."""
+    """What ``batches`` returns: ``len``, indexing, and iteration as often as wanted, each time in the same order."""
 
     def __init__(self, prepared: Prepared, plan: list[list[int]], pack: bool, pad_id: int) -> None:
         self.prepared = prepared
@@ -327,11 +328,12 @@ def batches(
     seed: int = 0,
     fold_system: bool = False,
 ) -> Batches:
-    """The rows as batches of at most `max_tokens` tokens, in the order of the rows or shuffled by `seed`.
+    """The rows as batches of at most ``max_tokens`` tokens, in the order of the rows or shuffled by ``seed``.
 
-    `pack=True`: [1, seq], as many documents one behind the other as fit. `pack=False`: [n, seq], a document a row,
-    padded on the right, n · seq ≤ max_tokens. Give what `prepare` returned instead of rows to tokenise only once (for a
-    new order each epoch, say). The global random state is neither read nor changed. Errors as in `prepare`.
+    ``pack=True``: [1, seq], as many documents one behind the other as fit. ``pack=False``: [n, seq], a document a
+    row, padded on the right, n · seq ≤ max_tokens. Give what ``prepare`` returned instead of rows to tokenise only
+    once (for a new order each epoch, say). The global random state is neither read nor changed. Errors as in
+    ``prepare``.
     """
     prepared = prepare(rows, tokenizer, max_tokens, fold_system)
     lengths = [len(document.ids) for document in prepared.documents]

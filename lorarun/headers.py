@@ -45,7 +45,8 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 class Entry(NamedTuple):
-    """Where one tensor lies: bytes `start` to `end` (exclusive) of `file`, both counted from the file's beginning."""
+    """Where one tensor lies: bytes ``start`` to ``end`` (exclusive) of ``file``, both counted from the file's
+    beginning."""
 
     file: str
     dtype: torch.dtype
@@ -60,7 +61,7 @@ class Entry(NamedTuple):
 
 def read_header(path: Path, problems: list[str]) -> dict[str, Entry]:
     """The entries of one safetensors file in the order of their offsets. What is wrong with it is appended to
-    `problems`, each a phrase that begins with the file's name; then the entries may be incomplete."""
+    ``problems``, each a phrase that begins with the file's name; then the entries may be incomplete."""
     try:
         size = path.stat().st_size
         with open(path, "rb") as stream:
@@ -164,7 +165,7 @@ def is_plain_name(file: str) -> bool:
 
 def abbreviate(names: Collection[str], limit: int = 8) -> str:
     """Names for an error message: those that differ in their first number (the layer) in one piece, as in
-    `model.layers.{0-3,7}.self_attn.q_proj.weight`, and no more than `limit` pieces."""
+    ``model.layers.{0-3,7}.self_attn.q_proj.weight``, and no more than ``limit`` pieces."""
     groups: dict[tuple[str, str], set[int]] = {}
     for name in names:
         match = re.fullmatch(r"(.*?\.)(\d+)((?:\..*)?)", name)

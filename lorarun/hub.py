@@ -1,15 +1,15 @@
 """From a name to a folder of files: a local folder, an alias, or a model of the Hugging Face hub.
 
 A name means one thing. A folder that exists is that folder; an alias is a line of the table below, and its meaning is
-printed; `owner/name` is that repo of the hub; anything else is an error with the nearest aliases. Unlike loaders that
+printed; ``owner/name`` is that repo of the hub; anything else is an error with the nearest aliases. Unlike loaders that
 switch to somebody's quantised or repaired copy of a repo, nothing is ever replaced by something else.
 
 Of a repo come the JSON and jinja files first, then exactly the safetensors files that the checkpoint consists of: no
-pickles, no `original/` or second copies in another format, and nothing large from a repo that could not be loaded
+pickles, no ``original/`` or second copies in another format, and nothing large from a repo that could not be loaded
 anyway. huggingface_hub does the transfer, with its cache, progress bars, token, endpoint and offline variables. What it
 reports in a page of traceback becomes one sentence that says what to do.
 
-Given up: repos without an owner (`gpt2`), sub-folders of repos, and files of other names than Hugging Face's own.
+Given up: repos without an owner (``gpt2``), sub-folders of repos, and files of other names than Hugging Face's own.
 """
 
 from __future__ import annotations
@@ -79,20 +79,20 @@ def resolve(
 ) -> Source:
     """The folder of a model (or, when the repo holds only that, of an adapter), fetched if need be.
 
-    `name` is a local folder, an alias of `ALIASES` (in any case of letters) or a hub id `owner/name`. `revision` is a
-    branch, tag or commit of the hub's repo (default: `main`). `check(folder)` is called as soon as `config.json` and
-    its like are there and before the weights are: what it raises saves the transfer.
+    ``name`` is a local folder, an alias of ``ALIASES`` (in any case of letters) or a hub id ``owner/name``.
+    ``revision`` is a branch, tag or commit of the hub's repo (default: ``main``). ``check(folder)`` is called as soon
+    as ``config.json`` and its like are there and before the weights are: what it raises saves the transfer.
 
-    Raises `ValueError` for what the caller can correct in the name or revision (a private repo looks like none to
-    strangers), `PermissionError` for a gated repo or a refused token, `ConnectionError` without network,
-    `FileNotFoundError` when offline and not cached, `OSError` for a full disk.
+    Raises ``ValueError`` for what the caller can correct in the name or revision (a private repo looks like none to
+    strangers), ``PermissionError`` for a gated repo or a refused token, ``ConnectionError`` without network,
+    ``FileNotFoundError`` when offline and not cached, ``OSError`` for a full disk.
     """
     return _resolve(name, revision, False, check)
 
 
 def resolve_adapter(name: str | os.PathLike[str], revision: str | None = None) -> Source:
-    """The folder of an adapter (`adapter_config.json`, `adapter_model.safetensors`), also from a repo that holds a
-    model as well. Arguments and errors as `resolve`."""
+    """The folder of an adapter (``adapter_config.json``, ``adapter_model.safetensors``), also from a repo that holds a
+    model as well. Arguments and errors as ``resolve``."""
     return _resolve(name, revision, True, None)
 
 
@@ -238,7 +238,8 @@ def _list_files(repo: str, revision: str | None) -> tuple[list[str] | None, Exce
 
 
 def _download(repo: str, revision: str | None, files: list[str]) -> Path:
-    """Fetch these files; returns the snapshot's folder. With `revision` None the cache also notes what `main` is."""
+    """Fetch these files; returns the snapshot's folder. With ``revision`` None the cache also notes what ``main``
+    is."""
     try:
         folder = Path(
             huggingface_hub.snapshot_download(

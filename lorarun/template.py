@@ -3,11 +3,11 @@
 A checkpoint brings its own jinja2 template, so the text can be exactly what the model was tuned on. The usual way to
 train on answers only is to look for marker strings ("<|im_start|>assistant") in the result. That fails silently when a
 marker is spelled differently in context, and a user who types the marker is mistaken for the model. Here the template
-itself is asked: every `for` loop of its syntax tree gets a hidden call at the top of its body, which writes a random,
+itself is asked: every ``for`` loop of its syntax tree gets a hidden call at the top of its body, which writes a random,
 invisible mark when the loop variable is one of the messages. The marks say which message wrote which stretch of text;
 stripped of them the text must equal the plain render, or they are not believed. What a generation prompt would already
 contain is then taken off the front of an assistant's stretch. Where a template names its answers itself, with
-`{% generation %}`, that is obeyed to the letter.
+``{% generation %}``, that is obeyed to the letter.
 
 The price is a few renders per conversation (four, most often). A template that does not loop over its
 messages is still served if its renders of the first i messages are prefixes of each other; otherwise it is refused.
@@ -87,7 +87,7 @@ _FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, Arithmeti
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja2's sandbox, with `*` and `**` kept from making something enormous out of something small."""
+    """Jinja2's sandbox, with ``*`` and ``**`` kept from making something enormous out of something small."""
 
     intercepted_binops = frozenset(("*", "**"))
 
@@ -106,7 +106,7 @@ def _mark_call(kind: str, loop: int, target: nodes.Expr) -> nodes.Output:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} … {% endgeneration %}`: the template's author says that this is the model's own text."""
+    """``{% generation %} … {% endgeneration %}``: the template's author says that this is the model's own text."""
 
     tags = {"generation"}
 
@@ -149,7 +149,7 @@ def _tojson(
 
 @lru_cache(maxsize=32)
 def _compile(text: str) -> jinja2.Template:
-    """The template `text` with marks in its loops, ready to run; the whitespace rules are transformers'."""
+    """The template ``text`` with marks in its loops, ready to run; the whitespace rules are transformers'."""
     sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     sandbox.filters["tojson"] = _tojson
     sandbox.globals["raise_exception"] = _raise_exception
@@ -184,7 +184,7 @@ class _Marks:
 
 
 def plain(value: Any) -> Any:
-    """A copy of `value` made of plain JSON types only, for a template must not be handed objects with methods."""
+    """A copy of ``value`` made of plain JSON types only, for a template must not be handed objects with methods."""
     if value is None or isinstance(value, (str, int, float)):
         return value
     if isinstance(value, Mapping):
@@ -195,7 +195,7 @@ def plain(value: Any) -> Any:
 
 
 def check_messages(messages: Any) -> list[Message]:
-    """`messages` as fresh plain dicts, keys whose value is None left out (as transformers does).
+    """``messages`` as fresh plain dicts, keys whose value is None left out (as transformers does).
 
     Raises ValueError for what is not a list of {"role", "content"}; "content" may lack where there are "tool_calls".
     """
@@ -220,7 +220,7 @@ def check_messages(messages: Any) -> list[Message]:
 
 
 class Template:
-    """A chat template's text and the special tokens (`bos_token`, `eos_token`, …) that it may name."""
+    """A chat template's text and the special tokens (``bos_token``, ``eos_token``, …) that it may name."""
 
     def __init__(self, text: str, tokens: Mapping[str, str]) -> None:
         self.text = text
@@ -233,7 +233,7 @@ class Template:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **extra: Any,
     ) -> str:
-        """The conversation as text. `extra` goes to the template as it is (`enable_thinking=False`, …).
+        """The conversation as text. ``extra`` goes to the template as it is (``enable_thinking=False``, …).
 
         Raises ValueError with the template's own message and the roles when the template refuses.
         """
@@ -288,7 +288,7 @@ class _Conversation:
             return None
 
     def marked(self, messages: list[Message], text: str) -> tuple[dict[int, list[Span]], list[Span]] | None:
-        """Which spans of `text` each message wrote, and those of generation tags; None if marks change the text."""
+        """Which spans of ``text`` each message wrote, and those of generation tags; None if marks change the text."""
         nonce = secrets.token_hex(8)
         try:
             parts = re.split(f"\x02{nonce}([-+<>])(\\d+):(-?\\d+)\x03", self.render(messages, nonce=nonce))
@@ -337,7 +337,7 @@ class _Conversation:
     def trim(self, i: int, text: str, stretch: Span, known: dict[str, tuple[str, ...]]) -> Span:
         """What message i wrote, without what the generation prompt of the messages before it already contains.
 
-        `known` keeps, for the role of the message before, the headers that were found, so that a long conversation
+        ``known`` keeps, for the role of the message before, the headers that were found, so that a long conversation
         costs no more renders than a short one.
         """
         start, end = stretch

@@ -1,19 +1,20 @@
-"""Text to token ids and back: `tokenizer.json`, the checkpoint's chat template, and the ids that begin and end a text.
+"""Text to token ids and back: ``tokenizer.json``, the checkpoint's chat template, and the ids that begin and end a
+text.
 
-The `tokenizers` package reads the checkpoint's own `tokenizer.json`; what is added here are the decisions around it,
-made once so that training and generation cannot differ:
+The ``tokenizers`` package reads the checkpoint's own ``tokenizer.json``; what is added here are the decisions around
+it, made once so that training and generation cannot differ:
 
 - **Begin token.** Special tokens are never left to the post-processor. A text gets exactly one begin token if this
-  tokenizer wants one (`add_bos_token` in `tokenizer_config.json`, else what the post-processor would do) and its ids do
-  not already start with it, as they do behind most chat templates. No begin token, or not wanted: none.
+  tokenizer wants one (``add_bos_token`` in ``tokenizer_config.json``, else what the post-processor would do) and its
+  ids do not already start with it, as they do behind most chat templates. No begin token, or not wanted: none.
 - **Stop ids.** The union of every end token the checkpoint names, and of the special token that its chat template puts
   behind an answer: a base checkpoint often names only the end of a document, and would talk on for ever after training.
-- **Answers.** `encode_chat` encodes the whole text once. A token is learned when it starts inside an answer's span of
-  characters (see `template.py`), so a token that runs across the boundary is part of the prompt.
+- **Answers.** ``encode_chat`` encodes the whole text once. A token is learned when it starts inside an answer's span of
+  characters (see ``template.py``), so a token that runs across the boundary is part of the prompt.
 
 Control tokens that a user types into a message are read as control tokens, as everywhere; they are not learned.
 
-Given up: tokenizers without a `tokenizer.json` (bare SentencePiece files) are not read.
+Given up: tokenizers without a ``tokenizer.json`` (bare SentencePiece files) are not read.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`, or {} when there is no such file."""
+    """The JSON object in ``path``, or {} when there is no such file."""
     return read_json(path) if path.is_file() else {}
 
 
@@ -60,8 +61,8 @@ def _write(path: Path, content: bytes) -> None:
 def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """The checkpoint's chat templates by name; "default" is the one used when none is named.
 
-    Later sources win: `chat_template.json`, then `tokenizer_config.json` (a text, or a list of {name, template}), then
-    `chat_template.jinja` and the files of `additional_chat_templates`.
+    Later sources win: ``chat_template.json``, then ``tokenizer_config.json`` (a text, or a list of {name, template}),
+    then ``chat_template.jinja`` and the files of ``additional_chat_templates``.
     """
     found: dict[str, str] = {}
     for stored in (_read(folder / "chat_template.json").get("chat_template"), config.get("chat_template")):
@@ -83,7 +84,7 @@ def _as_ids(value: Any) -> list[int]:
 
 
 def configs(folder: Path) -> list[dict[str, Any]]:
-    """`generation_config.json` and `config.json` of a checkpoint, and the text models' fields nested in them."""
+    """``generation_config.json`` and ``config.json`` of a checkpoint, and the text models' fields nested in them."""
     sources = [_read(folder / name) for name in ("generation_config.json", "config.json")]
     return sources + [source["text_config"] for source in sources if isinstance(source.get("text_config"), dict)]
 
@@ -121,11 +122,11 @@ def _fold_system(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 class Tokenizer:
-    """What `Tokenizer.load` returns; every attribute is read-only by convention.
+    """What ``Tokenizer.load`` returns; every attribute is read-only by convention.
 
     bos_id, eos_id: int or None. pad_id: int, the pad token, else the end token, else 0 (what it is never matters:
     padding goes by position). stop_ids: sorted tuple. vocab_size: number of tokens, added ones included.
-    template: the chat template's text or None. adds_bos: whether a text begins with `bos_id`.
+    template: the chat template's text or None. adds_bos: whether a text begins with ``bos_id``.
     """
 
     def __init__(self, folder: Path, core: tokenizers.Tokenizer, template: str | None = None) -> None:
@@ -150,9 +151,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, template: str | None = None) -> Tokenizer | None:
-        """The tokenizer of the checkpoint in `folder`, or None where there is no `tokenizer.json`.
+        """The tokenizer of the checkpoint in ``folder``, or None where there is no ``tokenizer.json``.
 
-        `template` is for checkpoints without a chat template, or with several: a name from the checkpoint's own list,
+        ``template`` is for checkpoints without a chat template, or with several: a name from the checkpoint's own list,
         one of "chatml", "llama3", "gemma", or the text of a jinja2 template. A named one is refused when its control
         tokens are not tokens of this tokenizer. Raises ValueError for files that cannot be read.
         """
@@ -233,7 +234,7 @@ class Tokenizer:
     # --- text ---
 
     def _begin(self, ids: list[int]) -> list[int]:
-        """[bos_id] where `ids` still needs it in front, else []."""
+        """[bos_id] where ``ids`` still needs it in front, else []."""
         return [self.bos_id] if self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id] else []
 
     def _encoding(self, text: str) -> tokenizers.Encoding:
@@ -244,14 +245,14 @@ class Tokenizer:
             raise ValueError(f"only text can be encoded, got {got}") from error
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        """The ids of `text`; with `bos`, behind exactly one begin token if this tokenizer wants one."""
+        """The ids of ``text``; with ``bos``, behind exactly one begin token if this tokenizer wants one."""
         ids: list[int] = self._encoding(text).ids
         return self._begin(ids) + ids if bos else ids
 
     def encode_spans(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
-        """The ids of `text` as `encode` gives them, and for each whether it starts inside one of `spans`.
+        """The ids of ``text`` as ``encode`` gives them, and for each whether it starts inside one of ``spans``.
 
-        `spans` are [start, end) character positions, in order and apart from each other.
+        ``spans`` are [start, end) character positions, in order and apart from each other.
         """
         encoding = self._encoding(text)
         inside: list[bool] = []
@@ -265,7 +266,7 @@ class Tokenizer:
         return begin + encoding.ids, [False] * len(begin) + inside
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of `ids` (any iterable of ints, a 1-D tensor too); ids that are no token give nothing."""
+        """The text of ``ids`` (any iterable of ints, a 1-D tensor too); ids that are no token give nothing."""
         text: str = self._core.decode([int(i) for i in ids], skip_special_tokens=skip_special)
         return text
 
@@ -287,9 +288,9 @@ class Tokenizer:
         fold_system: bool = False,
         **extra: Any,
     ) -> str:
-        """`messages` ({"role", "content"} dicts) as the chat template writes them; `extra` goes to the template.
+        """``messages`` ({"role", "content"} dicts) as the chat template writes them; ``extra`` goes to the template.
 
-        `fold_system=True` puts system texts in front of the next user turn, for templates that refuse the role.
+        ``fold_system=True`` puts system texts in front of the next user turn, for templates that refuse the role.
         Raises ValueError without a template, or with the template's own message when it refuses.
         """
         template = self._chat()
@@ -298,7 +299,7 @@ class Tokenizer:
         )
 
     def encode_prompt(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> list[int]:
-        """The ids of `messages` and the generation prompt; `how` as in `render`."""
+        """The ids of ``messages`` and the generation prompt; ``how`` as in ``render``."""
         return self.encode(self.render(messages, add_generation_prompt=True, **how))
 
     def encode_chat(
@@ -316,13 +317,13 @@ class Tokenizer:
 
     @property
     def replaced(self) -> bool:
-        """Whether `template=` chose another chat template than the checkpoint's own."""
+        """Whether ``template=`` chose another chat template than the checkpoint's own."""
         return self.template != self._templates.get("default")
 
     def save(self, folder: str | Path) -> None:
-        """Copies the checkpoint's text files to `folder`, byte for byte; a template chosen by `template=` is added.
+        """Copies the checkpoint's text files to ``folder``, byte for byte; a template chosen by ``template=`` is added.
 
-        That one is written as `chat_template.jinja`, which wins over any other when the folder is read again.
+        That one is written as ``chat_template.jinja``, which wins over any other when the folder is read again.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -347,7 +348,7 @@ class Stream:
         self._given = 0
 
     def put(self, *ids: int) -> str:
-        """The text that `ids` complete, often one token's, sometimes ""."""
+        """The text that ``ids`` complete, often one token's, sometimes ""."""
         self._window += ids
         return self._take(final=False)
 

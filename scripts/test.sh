@@ -17,8 +17,7 @@ check mypy
 check lint-imports --no-logo --no-cache
 if [ $# = 0 ]; then # the tests would fetch these too, but without a word
     check python scripts/fetch.py smollm2-135m gemma3-270m
-fi
-if [ $# = 0 ]; then # on a machine without a GPU the kernels run under Triton's interpreter, in a run of their own
+    # On a machine without a GPU the kernels run under Triton's interpreter, in a run of their own.
     TRITON_INTERPRET=1 check python -m pytest tests/kernels
 fi
 check python -m pytest "$@"
