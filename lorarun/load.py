@@ -41,16 +41,18 @@ def load(
     """Load a model, frozen and in eval mode, with its tokenizer as ``model.tokenizer``.
 
     name: a local folder, a hub id (``owner/name``) or an alias (``llama-3.1-8b-instruct``; see
-    ``lorarun.hub.ALIASES``).  The folder or repository may also hold an adapter: then its base is loaded and the
-    adapter put on it. bits: how the projections of the blocks are kept: None or 16, dense as stored; 8, FP8 with a
-    scale a row; 4, NF4 with double quantisation. Each is quantised as it arrives, from the values that are stored;
-    embedding, head and norms stay dense. dtype: of what is dense and of the arithmetic; by default what the
-    checkpoint has on an accelerator, fp32 on a CPU, where quantised weights work too, slowly. device: by
-    default the accelerator, else the CPU.  A model that does not fit is refused with the numbers. revision: a branch,
-    tag or commit of the hub repository. adapter: a folder or hub id of a PEFT adapter to put on the model. mmap:
-    False reads the shards sequentially, which network file systems prefer. template: a chat template by name, for a
-    base model that has none (see :class:`lorarun.tokenizer.Tokenizer`). skip: projections that stay dense although
-    bits says otherwise, by name or what their names end in ("down_proj", "layers.0.mlp.up_proj").
+        ``lorarun.hub.ALIASES``).  It may also hold an adapter: then its base is loaded and the adapter put on it.
+    bits: how the projections of the blocks are kept: None or 16, dense as stored; 8, FP8 with a scale a row; 4, NF4
+        with double quantisation.  Each is quantised as it arrives; embedding, head and norms stay dense.
+    dtype: of what is dense and of the arithmetic; by default what the checkpoint has on an accelerator, fp32 on a CPU,
+        where quantised weights work too, slowly.
+    device: by default the accelerator, else the CPU.  A model that does not fit is refused with the numbers.
+    revision: a branch, tag or commit of the hub repository.
+    adapter: a folder or hub id of a PEFT adapter to put on the model.
+    mmap: False reads the shards sequentially, which network file systems prefer.
+    template: a chat template by name, for a base model that has none (see :class:`lorarun.tokenizer.Tokenizer`).
+    skip: projections that stay dense although ``bits`` says otherwise, by name or what their names end in
+        ("down_proj", "layers.0.mlp.up_proj").
 
     Raises ValueError for a name, a configuration or a checkpoint that cannot be loaded exactly, OSError for what
     cannot be read.

@@ -70,10 +70,13 @@ def add_lora(
     and scale = alpha / r, or alpha / √r with ``rslora``.
 
     targets: "all-linear" (the seven projections of every block, never the head); another string is a regular
-    expression that must match a module's whole name; a list has names that a module's name equals or ends in
-    ("q_proj", "mlp.up_proj"). layers: only these blocks, numbered from 0.  dropout: probability for elements of the
-    input; one mask serves all projections of one input (PEFT draws one for each).  dtype: of A and B.  seed: for A's
-    values and the dropout masks; without one, A comes from torch's global generator.
+        expression that must match a module's whole name; a list has names that a module's name equals or ends in
+        ("q_proj", "mlp.up_proj").
+    layers: only these blocks, numbered from 0.
+    dropout: probability for elements of the input; one mask serves all projections of one input (PEFT draws one for
+        each).
+    dtype: of A and B.
+    seed: for A's values and the dropout masks; without one, A comes from torch's global generator.
 
     Returns the model.  Raises ValueError for a target that matches nothing it could attach to, a name that is taken,
     and for what is not supported: bias, dora, other initialisations, patterns, modules_to_save.

@@ -16,9 +16,11 @@ do. Source: the client's own code and https://huggingface.co/docs/hub/api.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
+import socket
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,6 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import pytest
 
 
 @dataclass
@@ -226,3 +230,16 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             pass
 
     return Handler
+
+
+def block_sockets(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """From now on connecting fails; the list grows with each attempt."""
+    attempts: list[object] = []
+
+    def refuse(self: socket.socket, address: object) -> None:
+        attempts.append(address)
+        raise OSError(errno.ENETUNREACH, "blocked by the test")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket.socket, "connect_ex", refuse)
+    return attempts

@@ -7,16 +7,14 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
-from hub_server import HubServer
+from hub_server import HubServer, block_sockets
 from safetensors.torch import save
 
 from lorarun import hub as names
@@ -32,36 +30,6 @@ SHARDS = {f"model-0000{n}-of-00002.safetensors": save({f"model.layers.{n}.w": to
 INDEX = {"weight_map": {f"model.layers.{n}.w": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}}
 SHARDED = {"config.json": b"{}", "model.safetensors.index.json": json.dumps(INDEX).encode(), **SHARDS}
 ADAPTER = {"adapter_config.json": b'{"peft_type": "LORA"}', "adapter_model.safetensors": WEIGHTS}
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
-    """A hub to talk to, an empty cache and no token."""
-    for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.chdir(tmp_path)
-    constants = huggingface_hub.constants
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    with HubServer() as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        yield server
-
-
-def block_sockets(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """From now on connecting fails; the list grows with each attempt."""
-    attempts: list[object] = []
-
-    def refuse(self: socket.socket, address: object) -> None:
-        attempts.append(address)
-        raise OSError(errno.ENETUNREACH, "blocked by the test")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket.socket, "connect_ex", refuse)
-    return attempts
 
 
 # --- names ---------------------------------------------------------------------------------------------------------
