@@ -120,7 +120,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         fused = runs_triton(hidden) and hidden.dtype != torch.float64
         ctx.weight_dtype, weight = weight.dtype, weight.to(hidden.dtype)
-        rows = max(1, CHUNK_BYTES // (hidden.element_size() * weight.shape[0]))
+        copies = 1 if fused else 4  # the reference holds logits, gradient and what lies between at once
+        rows = max(1, CHUNK_BYTES // (copies * hidden.element_size() * weight.shape[0]))
         rows = rows // 128 * 128 or rows  # whole tiles of the product
         losses = torch.empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
         dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
