@@ -17,6 +17,7 @@ dtype where that is wider.  Given up: adapters in pickles (``adapter_model.bin``
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -90,16 +91,23 @@ def save_adapter(model: Model, path: str | os.PathLike[str], name: str | None = 
     folder.mkdir(parents=True, exist_ok=True)
     if model.tokenizer is not None and model.tokenizer.replaced:
         model.tokenizer.save(folder)
+    elif (folder / CONFIG).exists() and not (folder / "config.json").exists():
+        (folder / "chat_template.jinja").unlink(missing_ok=True)  # of the adapter that is replaced
     _replace(folder, config.encode(), safetensors.torch.save(tensors, metadata={"format": "pt"}))
 
 
 def _replace(folder: Path, config: bytes, weights: bytes) -> None:
     """Put both files in place so that at no time a configuration stands beside the tensors of another."""
-    for file, content in ((CONFIG, config), (WEIGHTS, weights)):
-        with open(folder / f"{file}.partial", "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
+    try:
+        for file, content in ((CONFIG, config), (WEIGHTS, weights)):
+            with open(folder / f"{file}.partial", "wb") as stream:
+                stream.write(content)
+                stream.flush()
+                os.fsync(stream.fileno())
+    except OSError as error:
+        for file in (CONFIG, WEIGHTS):
+            (folder / f"{file}.partial").unlink(missing_ok=True)
+        raise OSError(error.errno, f"{error.strerror}: the adapter needs {len(weights):,} bytes", str(folder)) from None
     there = folder / CONFIG
     if there.exists() and there.read_bytes() != config:
         there.unlink()
@@ -109,6 +117,7 @@ def _replace(folder: Path, config: bytes, weights: bytes) -> None:
 
 def _stored_name(model: Model, module: str) -> str:
     """A module's name in the model that transformers makes of the same checkpoint."""
+    module = module.removeprefix("_orig_mod.")  # torch.compile's wrapper
     return module.replace("model.", "model.language_model.", 1) if model.nested else module
 
 
@@ -231,7 +240,7 @@ def _understand(raw: Mapping[str, Any], folder: Path) -> Lora:
     rank, alpha, dropout = raw.get("r", 1), raw.get("lora_alpha", 1), raw.get("lora_dropout") or 0.0
     if not _is(int, rank) or rank < 1:
         wrong.append(f"r is {rank!r}")
-    if not _is(int | float, alpha):
+    if not _is(int | float, alpha) or not 0 < alpha < math.inf:
         wrong.append(f"lora_alpha is {alpha!r}")
     if not _is(int | float, dropout) or not 0.0 <= dropout < 1.0:
         wrong.append(f"lora_dropout is {dropout!r}")
@@ -249,7 +258,7 @@ def _understand(raw: Mapping[str, Any], folder: Path) -> Lora:
         )
     if ignored:
         print(f"{folder / CONFIG}: unknown fields without a value are ignored: {', '.join(ignored)}.", file=sys.stderr)
-    return Lora(rank, alpha, targets, float(dropout), bool(raw.get("use_rslora")), layers, [])
+    return Lora(rank, alpha, targets, float(dropout), raw.get("use_rslora") is True, layers, [])
 
 
 def _is(kind: Any, value: Any) -> bool:

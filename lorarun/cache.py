@@ -66,6 +66,8 @@ def place(
 
     ids, documents [batch, seq].  ``positions`` overrides the default, the index inside the document.
     """
+    if ids.ndim != 2 or ids.numel() == 0:
+        raise ValueError(f"ids have the shape {list(ids.shape)}; expected [batch, seq] with at least one token.")
     seq = ids.shape[1]
     start = 0 if cache is None else cache.length
     spans = None

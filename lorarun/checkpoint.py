@@ -83,6 +83,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             else "expected a folder with config.json and safetensors files, as Hugging Face's save_pretrained writes it"
         )
         raise ValueError(f"{folder} has no config.json; {what}.") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8, or fetch it again.") from None
 
 
 # --- headers and index ---------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ silence.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +35,8 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     inner = raw.get("text_config")
     if inner is None:
         return dict(raw)
+    if not isinstance(inner, Mapping):
+        raise ValueError(f"config.json: text_config is {inner!r:.40}; expected an object.")
     outer = {key: raw[key] for key in ("dtype", "torch_dtype", "tie_word_embeddings") if raw.get(key) is not None}
     return outer | {key: value for key, value in inner.items() if not (key in outer and value is None)}
 
@@ -84,6 +87,66 @@ def _check_rope(rope: dict[str, Any], raw: Mapping[str, Any]) -> None:
         raise ValueError(f"config.json: rope type {kind!r} needs {', '.join(missing)}, which the file does not have.")
 
 
+def _whole(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _is(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind)
+
+
+# What a field may be, where it is there and not null: (names, check, in words).
+FIELDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim", _whole, "from 1 up"),
+    ("max_position_embeddings sliding_window sliding_window_pattern", _whole, "from 1 up"),
+    ("num_hidden_layers max_window_layers", _count, "from 0 up"),
+    ("rms_norm_eps query_pre_attn_scalar rope_theta", _positive, "a positive number"),
+    ("attn_logit_softcapping final_logit_softcapping rope_local_base_freq", _positive, "a positive number"),
+    ("attention_bias mlp_bias tie_word_embeddings use_sliding_window", _is(bool), "true or false"),
+    ("model_type hidden_act hidden_activation", _is(str), "a text"),
+    ("rope_parameters rope_scaling", _is(dict), "an object"),
+    ("layer_types", lambda value: isinstance(value, list) and all(map(_is(str), value)), "a list of texts"),
+)
+ROPE_FIELDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("rope_theta factor low_freq_factor high_freq_factor", _positive, "a positive number"),
+    ("original_max_position_embeddings", _whole, "from 1 up"),
+    ("beta_fast beta_slow mscale mscale_all_dim attention_factor", _positive, "a positive number"),
+    ("full_attention sliding_attention", _is(dict), "an object"),
+)
+
+
+def check_types(raw: Mapping[str, Any]) -> None:
+    """Refuse values of a type or sign that a field cannot have, all in one error; null means the family's default."""
+    wrong = _misfits(raw, FIELDS, "")
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := raw.get(name), dict):
+            wrong += _misfits(rope, ROPE_FIELDS, f"{name}.")
+            for kind in ("full_attention", "sliding_attention"):
+                if isinstance(inner := rope.get(kind), dict):
+                    wrong += _misfits(inner, ROPE_FIELDS, f"{name}.{kind}.")
+    if wrong:
+        raise ValueError(f"config.json: {'; '.join(wrong)}.")
+
+
+def _misfits(
+    raw: Mapping[str, Any], fields: tuple[tuple[str, Callable[[Any], bool], str], ...], where: str
+) -> list[str]:
+    return [
+        f"{where}{name} is {raw[name]!r:.40}, expected {words}"
+        for names, right, words in fields
+        for name in names.split()
+        if raw.get(name) is not None and not right(raw[name])
+    ]
+
+
 def check_supported(raw: Mapping[str, Any], activation: str) -> None:
     """Refuse settings that no family file implements, all in one error."""
     wrong = []
@@ -113,4 +176,7 @@ def build(cls: type[C], fields: Mapping[str, Any]) -> C:
     ]
     if missing:
         raise ValueError(f"config.json of model_type {fields.get('model_type')!r} lacks {', '.join(missing)}.")
+    kinds, count = fields.get("layer_types"), fields.get("num_hidden_layers")
+    if "layer_types" in declared and kinds is not None and len(kinds) != count:
+        raise ValueError(f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers {count}.")
     return cls(**{name: fields[name] for name in declared if name in fields})

@@ -113,7 +113,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 row = json.loads(text) if text.strip() else None
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number} is not valid JSON: {error}") from error
             if text.strip() and not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number} must be a JSON object, got a {type(row).__name__}")
@@ -180,7 +180,11 @@ def _encode(row: Any, tokenizer: Tokenizer, fold_system: bool, prepared: Prepare
             ids, learned = tokenizer.encode_chat(messages, tools=row.get("tools"), fold_system=fold_system)
         except ValueError as error:
             roles = [m.get("role") for m in messages if isinstance(m, Mapping)] if isinstance(messages, list) else []
-            hint = "; fold_system=True puts system texts into the next user turn" if "system" in roles else ""
+            hint = (
+                "; fold_system=True (--fold-system) puts system texts into the next user turn"
+                if "system" in roles
+                else ""
+            )
             raise ValueError(f"{error}{hint if tokenizer.template and not fold_system else ''}") from error
         last = [i for i, kept in zip(ids, learned, strict=True) if kept][-1:]
         if last and last[0] not in tokenizer.stop_ids:

@@ -110,8 +110,8 @@ def save_merged(
     when the verification fails; then nothing is left behind.
     """
     _check_arguments(model, base, dtype, bits)
-    path = Path(path)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    path = Path(path).resolve()  # a link is followed, and "." has a name
+    if path.exists() and (not path.is_dir() or any(path.iterdir()) or os.path.ismount(path) or path == Path.cwd()):
         raise ValueError(f"save_merged: {path} exists already; give a new folder.")
     export = _prepare(model, base, dtype)
     partial = path.absolute().parent / f".{path.absolute().name}.partial"
@@ -350,6 +350,10 @@ def _check_logits(export: _Export, partial: Path) -> None:
             noisy = _logits(model, ids)
     finally:
         model.train(training)
+    if not live.isfinite().all():
+        raise RuntimeError(
+            "save_merged: the live model's logits are not finite (a run that diverged?); nothing is kept."
+        )
     error = _rms(_logits(load(partial, dtype=model.dtype, device=device), ids) - live)
     allowed = FACTOR * _rms(noisy - live) + torch.finfo(model.dtype).eps * _rms(live)
     if export.original and any(isinstance(linear.weight, Store) for linear in export.rewritten.values()):

@@ -9,6 +9,7 @@ of the safetensors project. Given up: dtypes of less than a byte, which torch ha
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -64,6 +65,8 @@ def read_header(path: Path, problems: list[str]) -> dict[str, Entry]:
     ``problems``, each a phrase that begins with the file's name; then the entries may be incomplete."""
     try:
         size = path.stat().st_size
+        if path.is_fifo():  # opening one would wait for a writer
+            raise OSError(errno.EINVAL, "it is no regular file")
         with open(path, "rb") as stream:
             first = stream.read(max(8, len(LFS_POINTER)))
             length = int.from_bytes(first[:8], "little")
@@ -151,7 +154,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull` there.")
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}): fetch it again.") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got a {type(value).__name__}.")

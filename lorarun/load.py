@@ -69,10 +69,11 @@ def load(
             )
         adapter = source.folder
         source = resolve(*adapters.base_of(adapter), _check_config)
+    source = source._replace(folder=source.folder.absolute())  # the working folder may change before it is read again
     folder = None if adapter is None else resolve_adapter(adapter).folder
     raw = read_config(source.folder)
     checkpoint = open_checkpoint(source.folder)
-    place = default_device() if device is None else torch.device(device)
+    place = default_device() if device is None else _device(device)
     if dtype is None:
         dtype = torch.float32 if place.type == "cpu" else stored_dtype(raw) or checkpoint.dtype
     with torch.device("meta"):
@@ -88,7 +89,7 @@ def load(
             file=sys.stderr,
         )
     model.requires_grad_(False).eval()
-    model.nested = "text_config" in raw
+    model.nested = raw.get("text_config") is not None
     fill(model, checkpoint, dtype, place, mmap, model.nested, stores)
     model.source = source
     if folder is not None:
@@ -117,6 +118,20 @@ def _check_config(folder: Path) -> None:
     if (folder / "config.json").is_file():
         with torch.device("meta"):
             build_model(read_config(folder))
+
+
+def _device(wanted: str | torch.device) -> torch.device:
+    """A device that tensors can be put on here."""
+    try:
+        device = torch.device(wanted)
+        torch.empty(0, device=device)
+        assert device.type != "meta"
+    except (RuntimeError, AssertionError, TypeError) as error:
+        there = f"{default_device()} and cpu" if default_device().type != "cpu" else "cpu"
+        raise ValueError(
+            f"load: device={str(wanted)!r} cannot be used ({error or 'no memory'}); here are {there}."
+        ) from None
+    return device
 
 
 def default_device() -> torch.device:

@@ -90,7 +90,7 @@ def add_lora(
         raise ValueError(f"add_lora: r is {r!r}; expected a whole number from 1 up.")
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"add_lora: dropout is {dropout}; expected a probability from 0 up to, not including, 1.")
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2):
         raise ValueError(f"add_lora: dtype is {dtype!r}; expected a floating-point torch.dtype.")
     if not (isinstance(alpha, int | float) and 0.0 < alpha < math.inf):
         raise ValueError(f"add_lora: alpha is {alpha!r}; expected a number above 0.")

@@ -107,6 +107,14 @@ class Linear(nn.Module):
         """A [rank, in] and B [out, rank] of an adapter."""
         return self.lora_A[name].weight, self.lora_B[name].weight
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self.merged is not None:
+            raise ValueError(
+                f"state_dict: the adapter {self.merged[0]!r} is merged into {prefix}weight and would be applied twice "
+                "when this is loaded. Call unmerge(model) first; save_merged writes a merged checkpoint."
+            )
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
     def attach(self, name: str, adapter: Adapter, a: Tensor, b: Tensor) -> None:
         """Add an adapter with A [rank, in] and B [out, rank] as trainable parameters; it is not made active."""
         if not self.adapters:

@@ -89,9 +89,12 @@ class Progress:
     def _flush(self) -> None:
         if self._held is not None:
             line = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in self._held.items()}
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
             self._held = None
+            try:
+                self._file.write(json.dumps(line) + "\n")
+                self._file.flush()
+            except OSError as error:  # a full disk must not end the training
+                self.note(f"{self.metrics} cannot be written: {error}")
 
     def _show(self, loss: float, rate: float, now: float) -> None:
         left = tqdm.format_interval(self._spent / self.done * (self.steps - self.done))

@@ -36,6 +36,7 @@ from jinja2.exceptions import SecurityError
 from jinja2.visitor import NodeTransformer
 
 MAX_CHARACTERS = 2**24  # of one rendered conversation
+MAX_BITS = 2**13  # of a product of whole numbers
 MAX_ITERATIONS = 10**6  # of all the loops of one render together
 
 # Short templates of our own for base checkpoints that have none: the text, and the control tokens that it needs.
@@ -80,7 +81,16 @@ Message = dict[str, Any]
 Span = tuple[int, int]
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+_FAILURES = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+)
 
 
 # --- the sandbox -----------------------------------------------------------------------------------------------------
@@ -97,7 +107,16 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         for some, times in ((left, right), (right, left)):
             if isinstance(some, (str, list, tuple)) and isinstance(times, int) and len(some) * times > MAX_CHARACTERS:
                 raise SecurityError(f"the template repeats something beyond {MAX_CHARACTERS:,} items")
+        whole = isinstance(left, int) and isinstance(right, int)
+        if operator == "*" and whole and left.bit_length() + right.bit_length() > MAX_BITS:
+            raise SecurityError("the template multiplies numbers without end")
         return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, called: Any, *args: Any, **how: Any) -> Any:
+        mark = context.parent.get("_mark")  # macros may call each other without a loop
+        if isinstance(mark, _Marks) and called is not mark:
+            mark.count()
+        return super().call(context, called, *args, **how)
 
 
 def _mark_call(kind: str, loop: int, target: nodes.Expr) -> nodes.Output:
@@ -153,12 +172,18 @@ def _compile(text: str) -> jinja2.Template:
     sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     sandbox.filters["tojson"] = _tojson
     sandbox.globals["raise_exception"] = _raise_exception
+    for slow in ("lipsum", "cycler", "joiner"):  # jinja's own; no chat needs them, and the first writes without end
+        sandbox.globals.pop(slow, None)
+    for slow in ("wordwrap", "urlize"):
+        sandbox.filters.pop(slow, None)
     try:
         tree = _MarkLoops().visit(sandbox.parse(text))
         tree.set_environment(sandbox)
         return jinja2.Template.from_code(sandbox, sandbox.compile(tree), sandbox.make_globals(None))
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"the chat template is not valid jinja2: line {error.lineno}: {error.message}") from error
+    except (SyntaxError, RecursionError, ValueError, MemoryError, OverflowError) as error:  # python's own limits
+        raise ValueError(f"the chat template cannot be compiled: {error}") from error
 
 
 class _Marks:
@@ -170,10 +195,13 @@ class _Marks:
         self.calls = 0
         self.reached: int | None = None
 
-    def __call__(self, kind: str, loop: int, item: Any) -> str:
+    def count(self) -> None:
         self.calls += 1
         if self.calls > MAX_ITERATIONS:
-            raise SecurityError(f"the template loops more than {MAX_ITERATIONS:,} times")
+            raise SecurityError(f"the template loops or calls more than {MAX_ITERATIONS:,} times")
+
+    def __call__(self, kind: str, loop: int, item: Any) -> str:
+        self.count()
         index = self.order.get(id(item), -1)
         if index >= 0:
             self.reached = index

@@ -68,14 +68,20 @@ def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     for stored in (_read(folder / "chat_template.json").get("chat_template"), config.get("chat_template")):
         if isinstance(stored, str):
             found["default"] = stored
-        elif isinstance(stored, list):
+        elif isinstance(stored, list) and all(
+            isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))
+            for entry in stored
+        ):
             found.update({entry["name"]: entry["template"] for entry in stored})
         elif stored is not None:
-            raise ValueError(f"chat_template in {folder} must be a text or a list, got a {type(stored).__name__}")
+            raise ValueError(f"chat_template in {folder} must be a text, or a list of {{name, template}}, both texts")
     own = folder / "chat_template.jinja"
     for path in [*sorted((folder / TEMPLATES_FOLDER).glob("*.jinja")), *([own] if own.is_file() else [])]:
         # Decoded from bytes: a text file read the usual way would lose its \r\n.
-        found["default" if path == own else path.stem] = path.read_bytes().decode("utf-8")
+        try:
+            found["default" if path == own else path.stem] = path.read_bytes().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8, or fetch it again.") from None
     return found
 
 

@@ -53,6 +53,13 @@ def loss(model: Model, batch: Batch | Mapping[str, Any], denominator: float | Te
     goal = targets(batch).flatten()
     rows = (goal != IGNORE).nonzero().squeeze(1)
     count = len(rows)
+    wrong = goal[rows]
+    wrong = wrong[(wrong < 0) | (wrong >= model.config.vocab_size)]
+    if len(wrong):
+        raise ValueError(
+            f"loss: {len(wrong)} labels are no ids of the model, such as {int(wrong[0])}; expected 0 to "
+            f"{model.config.vocab_size - 1}, and {IGNORE} where nothing is learned."
+        )
     if denominator is None:
         denominator = count
     if count == 0:
@@ -80,7 +87,9 @@ def evaluate(model: Model, held_out: Iterable[Batch | Mapping[str, Any]]) -> flo
         for batch in held_out:
             total += float(loss(model, batch, denominator=1.0))
             count += supervised(batch)
-        return total / max(count, 1)
+        if not count:
+            raise ValueError("evaluate: no token is supervised; is this an iterator that was used up before?")
+        return total / count
     finally:
         model.train(training)
 
@@ -133,19 +142,19 @@ def fit(
     eval_fraction: float = 0.0,
     eval_every: int | None = None,
     pack: bool = True,
+    fold_system: bool = False,
     seed: int = 0,
 ) -> Fit:
     """Train the active adapter on ``rows`` with AdamW (moments in fp32), and save it to ``out/adapter``.
 
     rows, eval_rows: dicts as :func:`lorarun.data.prepare` describes them.  eval_fraction: take this part of ``rows``
     for evaluation instead; ``seed`` says which.  epochs: passes over the rows, each in a new order from ``seed``;
-    steps: this many optimizer steps instead, over as many passes as they need.
-    max_tokens: of one batch; pack, see :func:`lorarun.data.batches`.  accumulate: batches of one optimizer step; its
-    loss is the mean over the supervised tokens of all of them together.  The last step takes what is left.
-    lr, schedule ("cosine", "linear", "constant"), warmup (an int is a number of steps, a float below 1 a fraction of
-    all, to the nearest step): see :func:`learning_rate`.  clip: the largest norm of a step's gradient, None for no
-    limit.
-    eval_every: evaluate after each such number of steps; without it, only before the first and after the last.
+    steps: this many optimizer steps instead, over as many passes as they need. max_tokens: of one batch; pack,
+    fold_system: see :func:`lorarun.data.batches`.  accumulate: batches of one optimizer step; its loss is the mean
+    over the supervised tokens of all of them together.  The last step takes what is left. lr, schedule ("cosine",
+    "linear", "constant"), warmup (an int is a number of steps, a float below 1 a fraction of all, to the nearest
+    step): see :func:`learning_rate`.  clip: the largest norm of a step's gradient, None for no limit. eval_every:
+    evaluate after each such number of steps; without it, only before the first and after the last.
 
     A step whose gradient is not finite changes nothing; it is named, counted, and its place in the schedule is spent.
     Ctrl-C ends the training, saves the adapter as it is, and the result says ``interrupted``.  ``out`` also gets
@@ -155,11 +164,13 @@ def fit(
     used.
     """
     _check(epochs, steps, lr, accumulate, warmup, schedule, clip, weight_decay, eval_fraction, eval_every)
+    if not torch.is_grad_enabled():
+        raise ValueError("fit: gradients are switched off here (torch.no_grad); call it outside.")
     parameters = _trainable(model)
     if eval_fraction:
         rows, eval_rows = _hold_out(list(rows), eval_rows, eval_fraction, seed)
-    prepared = prepare(rows, model.tokenizer, max_tokens)
-    held = None if eval_rows is None else batches(eval_rows, model.tokenizer, max_tokens, pack)
+    prepared = prepare(rows, model.tokenizer, max_tokens, fold_system)
+    held = None if eval_rows is None else batches(eval_rows, model.tokenizer, max_tokens, pack, fold_system=fold_system)
     check_ids(model, *[prepared, held.prepared] if held else [prepared])
     passes: list[Batches] = []  # over the rows: plans without tensors
     while len(passes) < epochs if steps is None else sum(map(len, passes)) < steps * accumulate:
@@ -194,7 +205,8 @@ def _train(
     out: Path,
 ) -> Fit:
     """The loop of :func:`fit` over ``work``, the learning rate and the batches of each step."""
-    training, interrupted = model.training, False
+    training, interrupted, taken = model.training, False, 0
+    optimizer.clear()  # gradients of a backward pass before this call
     with Progress(out, steps) as progress:
         if held is not None:
             progress.evaluated(evaluate(model, held))
@@ -203,6 +215,7 @@ def _train(
             for step, (rate, micro) in enumerate(work, 1):
                 mean, count = accumulated(model, micro)
                 norm, broken = optimizer.step(rate)
+                taken += not broken
                 facts: dict[str, Any] = {"lr": rate, "grad_norm": norm, "supervised": count}
                 if broken:
                     facts["skipped"] = f"{len(broken)} gradients not finite: {', '.join(broken[:3])}"
@@ -216,10 +229,17 @@ def _train(
         finally:
             model.train(training)
             optimizer.clear()
-        save_adapter(model, out / "adapter")
+            if taken:  # also when an error ends the run
+                save_adapter(model, out / "adapter")
+            else:
+                progress.note(f"no step was taken, so {out / 'adapter'} is left as it was")
     done = [row for row in progress.rows if row["step"] > 0]
     first, last = (done[0], done[-1]) if done else ({}, {})
     skipped = sum("skipped" in row for row in done)
+    if skipped or (done and not math.isfinite(last["loss"])):
+        progress.note(
+            f"{skipped} of {len(done)} steps were skipped, the last loss is {last['loss']:.3g}: did it diverge?"
+        )
     result = Fit(
         steps=len(done) - skipped,
         skipped=skipped,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--question", help="ask this before and after")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for what is written (default: out)")
     parser.add_argument("--template", help="chat template for a model without one, such as chatml")
+    parser.add_argument("--fold-system", action="store_true", help="put system texts into the next user turn")
     parser.add_argument("--device", help="such as cpu or cuda:1 (default: the accelerator, else the CPU)")
     parser.add_argument("--bits", type=int, help="how the weights are stored (default: as in the checkpoint)")
     parser.add_argument("--rank", type=int, default=16)
@@ -61,22 +63,24 @@ def main() -> None:
     args = arguments()
     model = lorarun.load(args.model, bits=args.bits, device=args.device, template=args.template)
     lorarun.add_lora(model, r=args.rank, alpha=args.alpha, seed=args.seed)
-    data = prepare([row for path in args.data for row in read_rows(path)], model.tokenizer, args.max_tokens)
-    held = lorarun.batches(read_rows(args.eval), model.tokenizer, args.max_tokens) if args.eval else None
+    how = {"max_tokens": args.max_tokens, "fold_system": args.fold_system}
+    data = prepare([row for path in args.data for row in read_rows(path)], model.tokenizer, **how)
+    held = lorarun.batches(read_rows(args.eval), model.tokenizer, **how) if args.eval else None
     check_ids(model, data)
-    steps = args.steps or max(1, round(args.epochs * len(lorarun.batches(data, model.tokenizer, args.max_tokens))))
-    warmup = steps // 20
+    count = len(lorarun.batches(data, model.tokenizer, args.max_tokens))
+    if args.steps is not None and args.steps < 1 or not 0 < args.epochs < float("inf"):
+        raise ValueError(f"--steps {args.steps} --epochs {args.epochs}: expected positive numbers")
+    steps = max(1, round(args.epochs * count)) if args.steps is None else args.steps
     print(f"training on {summary(data)}, in {steps} steps of up to {args.max_tokens:,} tokens", file=sys.stderr)
     if args.question:
         ask(model, args.question, "Before training")
-
     parameters = lorarun.lora_parameters(model)
     optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=0.0, fused=True)
     with Progress(args.out, steps) as progress:
         before = progress.evaluated(evaluate(model, held)) if held else None
         try:
             for step, batch in zip(range(steps), endless(data, model, args.max_tokens, args.seed), strict=False):
-                rate = optimizer.param_groups[0]["lr"] = learning_rate(step, steps, args.lr, warmup)
+                rate = optimizer.param_groups[0]["lr"] = learning_rate(step, steps, args.lr, steps // 20)
                 loss = lorarun.loss(model, batch)
                 loss.backward()
                 norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm=1.0)
@@ -89,7 +93,9 @@ def main() -> None:
                 progress.step(loss.item(), tokens(batch), **facts)
         except KeyboardInterrupt:
             progress.note("stopped; saving the adapter as it is")
-        lorarun.save_adapter(model, args.out / "adapter")
+        finally:
+            if optimizer.state:  # at least one step was taken; also when an error ends the run
+                lorarun.save_adapter(model, args.out / "adapter")
         after = progress.evaluated(evaluate(model, held)) if held else None
 
     if args.question:
@@ -107,6 +113,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a stop by the system saves as Ctrl-C does
     try:
         main()
     except (ValueError, OSError) as error:

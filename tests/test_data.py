@@ -181,7 +181,7 @@ def test_a_refusing_template_is_quoted_with_the_row(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, strict + TEMPLATE)
     rows = [chat("what", "fox") for _ in range(100)]
     rows[56]["messages"].insert(0, {"role": "system", "content": "the"})
-    wanted = r"^row 57: .*\(system, user, assistant\): System role not supported; fold_system=True puts"
+    wanted = r"^row 57: .*\(system, user, assistant\): System role not supported; fold_system=True .--fold-system. puts"
     with pytest.raises(ValueError, match=wanted):
         batches(rows, tokenizer)
     folded = prepare(rows, tokenizer, fold_system=True)

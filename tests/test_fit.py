@@ -301,3 +301,46 @@ def test_the_open_loop_is_the_loop_of_fit(tiny, tmp_path, monkeypatch, capsys):
 
 def test_it_is_short_enough_to_copy():
     assert len(SCRIPT.read_text().splitlines()) <= 120
+
+
+def test_an_error_in_the_middle_loses_nothing(model, tmp_path, monkeypatch):
+    calls, accumulated = [], train.accumulated
+
+    def failing(*args):
+        calls.append(None)
+        if len(calls) > 3:
+            raise torch.OutOfMemoryError("planted")
+        return accumulated(*args)
+
+    monkeypatch.setattr(train, "accumulated", failing)
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        lorarun.fit(model, ROWS, tmp_path / "out", steps=10, max_tokens=longest(model))
+    again = load(tmp_path / "base", adapter=tmp_path / "out" / "adapter")
+    kept = lorarun.lora_parameters(again)
+    assert all(map(torch.equal, lorarun.lora_parameters(model), kept)) and any(p.any() for p in kept[1::2])
+
+
+def test_a_run_without_a_step_leaves_the_adapter_that_is_there(model, tmp_path, monkeypatch):
+    lorarun.fit(model, ROWS, tmp_path / "out", steps=2, max_tokens=longest(model))
+    before = (tmp_path / "out" / "adapter" / "adapter_model.safetensors").read_bytes()
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "accumulated", interrupt)
+    fresh = lorarun.add_lora(load(tmp_path / "base", template="chatml"), r=4, seed=1)
+    result = lorarun.fit(fresh, ROWS, tmp_path / "out", steps=2, max_tokens=longest(model))
+    assert result.interrupted and result.steps == 0
+    assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_gradients_from_before_are_not_part_of_the_first_step(tmp_path, model):
+    norms = []
+    for stale in (False, True):
+        fresh = lorarun.add_lora(load(tmp_path / "base", template="chatml"), r=4, seed=0)
+        if stale:
+            ids = torch.arange(3, 40).unsqueeze(0)
+            (100 * lorarun.loss(fresh, {"ids": ids, "labels": ids})).backward()
+        result = lorarun.fit(fresh, ROWS, tmp_path / str(stale), steps=1, max_tokens=longest(fresh), warmup=0)
+        norms.append(metrics(result)[0]["grad_norm"])
+    assert norms[0] == norms[1]

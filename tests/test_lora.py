@@ -331,13 +331,13 @@ def test_dropout_in_the_backward_pass_is_that_of_the_forward(tiny: Tiny) -> None
 def test_merge_and_unmerge(dtype: torch.dtype, tiny: Tiny) -> None:
     model = add_lora(load(tiny("qwen2"), dtype=dtype), r=8, alpha=16, seed=0).eval()
     fill_b(model)
-    start = {name: value.clone() for name, value in model.state_dict().items()}
+    start = {name: value.detach().clone() for name, value in model.named_parameters()}
     unmerged = logits(model)
     with torch.autocast("cpu", torch.bfloat16):  # must not narrow what is computed
         merge(model)
-    once = {name: value.clone() for name, value in model.state_dict().items()}
+    once = {name: value.detach().clone() for name, value in model.named_parameters()}
     merge(model)
-    assert all(torch.equal(value, once[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, once[name]) for name, value in model.named_parameters())
     for path, linear in linears(model):
         a, b = (factor.detach() for factor in linear.factors("default"))
         expected = (start[f"{path}.weight"].float() + 2.0 * (b @ a)).to(dtype)
@@ -353,7 +353,7 @@ def test_merge_and_unmerge(dtype: torch.dtype, tiny: Tiny) -> None:
             call()
     unmerge(model)
     unmerge(model)
-    assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, start[name]) for name, value in model.named_parameters())
     assert torch.equal(logits(model), unmerged)
 
 
@@ -432,3 +432,14 @@ def test_only_the_adapter_is_trained(tiny: Tiny) -> None:
     }
     assert all(re.search(r"\.lora_[AB]\.default\.weight$", n) or "lora" not in n for n in model.state_dict())
     assert all(isinstance(linear, Linear) for _, linear in linears(model))
+
+
+def test_a_merged_model_gives_no_state_dict_that_would_be_applied_twice(tiny):
+    model = add_lora(load(tiny("llama3"), device="cpu"), r=4)
+    merge(model)
+    with pytest.raises(ValueError, match="unmerge"):
+        model.state_dict()
+    unmerge(model)
+    assert model.state_dict()
+    with pytest.raises(ValueError, match="dtype"):
+        add_lora(model, dtype=torch.float8_e4m3fn, name="other")

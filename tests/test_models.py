@@ -272,3 +272,41 @@ def test_hidden_states_and_packed_documents_are_the_documents_alone(tiny):
         together = model(packed, documents=documents)
         alone = torch.cat([model(ids) for ids in texts], dim=1)
         torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("hidden_size", "64", "hidden_size is '64'"),
+        ("vocab_size", 1.5, "vocab_size is 1.5"),
+        ("num_attention_heads", -4, "num_attention_heads is -4"),
+        ("num_hidden_layers", 10**12, "num_hidden_layers is 1000000000000"),
+        ("rms_norm_eps", float("nan"), "rms_norm_eps is nan"),
+        ("tie_word_embeddings", "x", "tie_word_embeddings is 'x'.*true or false"),
+        ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": -1}, "rope_parameters.factor is -1"),
+        ("rope_parameters", [1], "rope_parameters is .1."),
+        ("layer_types", ["full_attention"] * 5, "layer_types has 5 entries for num_hidden_layers 4"),
+        ("layer_types", "full", "layer_types is 'full'"),
+    ],
+)
+def test_values_that_a_field_cannot_have_are_refused(tiny, field, value, says):
+    with pytest.raises(ValueError, match=says):
+        changed(tiny("qwen3"), lambda raw: raw.__setitem__(field, value))
+
+
+def test_null_means_the_default_also_for_gemma_and_text_config(tiny):
+    assert changed(tiny("gemma2"), lambda raw: raw.update(head_dim=None, rms_norm_eps=None)).config.head_dim == 256
+    assert (
+        changed(tiny("gemma2"), lambda raw: raw.update(attn_logit_softcapping=None)).config.attn_logit_softcapping
+        is None
+    )
+    assert changed(tiny("llama3"), lambda raw: raw.update(text_config=None)).config.model_type == "llama"
+    with pytest.raises(ValueError, match="text_config is 'x'"):
+        changed(tiny("llama3"), lambda raw: raw.update(text_config="x"))
+
+
+def test_empty_ids_are_named(tiny):
+    model = lorarun.load(tiny("llama3"))
+    for shape in ((0, 5), (1, 0), (5,)):
+        with pytest.raises(ValueError, match="expected .batch, seq. with at least one token"):
+            model(torch.zeros(shape, dtype=torch.int64))

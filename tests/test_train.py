@@ -115,7 +115,7 @@ def test_full_logits_never_exist(tiny, monkeypatch):
     """Logits of one chunk, and never of more rows than are supervised, on the way forward and back."""
     model, batch = with_adapter(tiny("llama3")), ragged(16)
     for chunk, rows in [(8, 8), (10**6, supervised(batch))]:
-        monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", chunk * 4 * 1024)
+        monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 4 * chunk * 4 * 1024)  # the reference holds four copies
         with Widest(model.lm_head.weight) as widest:
             lorarun.loss(model, batch).backward()
         assert widest.rows == rows < batch.ids.numel() // 2
@@ -240,7 +240,17 @@ def test_a_step_with_nothing_supervised_is_zero_and_says_so(tiny):
         assert all(not p.grad.any() for p in optimizer.parameters.values())
         assert optimizer.step(1e-3) == (0.0, [])
         assert all(p.isfinite().all() for p in optimizer.parameters.values())
-    assert train.evaluate(model, []) == 0.0
+    with pytest.raises(ValueError, match="used up before"):
+        train.evaluate(model, iter(()))
+
+
+def test_labels_that_are_no_ids_are_refused(tiny):
+    model = load(tiny("llama3"))
+    for label in (-1, 1024):
+        batch = ragged()
+        batch.labels[0, 2] = label
+        with pytest.raises(ValueError, match=f"no ids of the model, such as {label}; expected 0 to 1023"):
+            lorarun.loss(model, batch)
 
 
 def test_evaluation_is_a_mean_over_tokens_in_eval_mode(tiny):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lorarun.config import text_config
+from lorarun.config import check_types, text_config
 from lorarun.models import gemma, llama, qwen
 from lorarun.nn import Model
 
@@ -26,8 +26,9 @@ def build_model(raw: Mapping[str, Any]) -> Model:
     A multimodal Gemma 3 (model_type ``gemma3``) gives its text model.
     """
     fields = text_config(raw)
-    if raw.get("model_type") == "gemma3" and "text_config" in raw:
+    if raw.get("model_type") == "gemma3" and raw.get("text_config") is not None:
         fields.setdefault("model_type", "gemma3_text")
+    check_types(fields)
     kind = fields.get("model_type")
     if kind not in FAMILIES or (raw.get("model_type") not in FAMILIES and raw.get("model_type") != "gemma3"):
         raise ValueError(

@@ -51,7 +51,8 @@ class Config:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Config:
         kind = raw["model_type"]
-        fields = DEFAULTS[kind] | dict(raw)
+        switched_off = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")  # by null
+        fields = DEFAULTS[kind] | {k: v for k, v in raw.items() if v is not None or k in switched_off}
         # The first Gemma files say "gelu" where the tanh approximation is meant, and a later field says so.
         named = fields.get("hidden_activation") or fields.get("hidden_act") or "gelu_pytorch_tanh"
         fields["hidden_activation"] = "gelu_pytorch_tanh" if kind == "gemma" and named == "gelu" else named
