@@ -32,6 +32,7 @@ from lorarun.tokenizer import Tokenizer
 
 FORMS = (("messages",), ("prompt", "completion"), ("text",))
 ACCEPTED = "{'messages': [{'role', 'content'}, ...]}, {'prompt': text, 'completion': text} or {'text': text}"
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 SHOWN = 5  # row numbers, or errors, before "and N more"
 
 
@@ -110,11 +111,13 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
+            text = ""
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 row = json.loads(text) if text.strip() else None
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number} is not valid JSON: {error}") from error
+                array = "; this looks like one JSON array: write one object a line" if text.lstrip()[:1] == "[" else ""
+                raise ValueError(f"{path}, line {number} is not valid JSON: {error}{array}") from error
             if text.strip() and not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number} must be a JSON object, got a {type(row).__name__}")
             if row is not None:
@@ -176,10 +179,12 @@ def _encode(row: Any, tokenizer: Tokenizer, fold_system: bool, prepared: Prepare
     form = _form(row)
     if form == ("messages",):
         messages = row["messages"]
+        roles = [m.get("role") for m in messages if isinstance(m, Mapping)] if isinstance(messages, list) else []
+        if strange := [role for role in roles if isinstance(role, str) and role not in ROLES]:
+            raise ValueError(f"role {strange[0]!r} is unknown; known are {', '.join(ROLES)}")
         try:
             ids, learned = tokenizer.encode_chat(messages, tools=row.get("tools"), fold_system=fold_system)
         except ValueError as error:
-            roles = [m.get("role") for m in messages if isinstance(m, Mapping)] if isinstance(messages, list) else []
             hint = (
                 "; fold_system=True (--fold-system) puts system texts into the next user turn"
                 if "system" in roles
@@ -225,7 +230,7 @@ def prepare(
     if tokenizer is None:
         raise ValueError("rows of text need a tokenizer, and this model came without tokenizer files")
     if isinstance(rows, (str, bytes, Path)):
-        raise ValueError(f"rows must be an iterable of dicts, got {rows!r}; read_rows reads a JSONL file")
+        raise ValueError(f"rows must be an iterable of dicts, got {rows!r}; lorarun.data.read_rows reads a JSONL file")
     if max_tokens < 2:
         raise ValueError(f"max_tokens must be at least 2, for one token predicts the next, got {max_tokens}")
     prepared = Prepared(max_tokens)

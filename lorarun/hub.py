@@ -111,6 +111,8 @@ def _resolve(
         raise ValueError(f"{text} is a local folder, so revision={revision!r} has no meaning; leave it out.")
     wanted = ["adapter_config.json"] if adapter else ["config.json", "adapter_config.json"]
     if not any((path / file).exists() for file in wanted):
+        if adapter and (path / "config.json").exists():
+            raise ValueError(f"{text} holds a model, not an adapter; load it as the model itself.")
         on_hub = text.lower() in ALIASES or re.fullmatch(_HUB_ID, text)
         hint = f" To get {text} from the hub, start Python elsewhere: this folder hides it." if on_hub else ""
         raise ValueError(f"The folder {text} has no {' or '.join(wanted)}, so it is no checkpoint.{hint}")
@@ -326,7 +328,8 @@ def _explain(error: Exception, repo: str, revision: str | None) -> Exception | N
         text = str(root).strip().partition("\n")[0][:200].rstrip(".")
         cause = f"it answered {status}" if status else f"{type(root).__name__}: {text}"
         return ConnectionError(
-            f"The hub at {huggingface_hub.constants.ENDPOINT} could not be asked for {repo} ({cause}): check the "
+            f"There is no folder {repo} here (seen from {Path.cwd()}), and the hub at "
+            f"{huggingface_hub.constants.ENDPOINT} could not be asked for it ({cause}): check the "
             "network and proxy settings and run again (what was fetched is kept), or give a local folder."
         )
     return None

@@ -58,9 +58,9 @@ def load(
     cannot be read.
     """
     if bits not in (None, 16, *STORES):
-        raise ValueError(f"load: bits={bits} is not supported; None (what is stored), 16 (dense), 8 and 4 are.")
+        raise ValueError(f"load: bits={bits!r} is not supported; None (what is stored), 16 (dense), 8 and 4 are.")
     if dtype is not None and dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
-        raise ValueError(f"load: dtype is {dtype}; expected torch.bfloat16, float16, float32 or float64.")
+        raise ValueError(f"load: dtype is {dtype!r}; expected torch.bfloat16, float16, float32 or float64.")
     source = resolve(str(name), revision, _check_config)
     if (source.folder / "adapter_config.json").is_file() and not (source.folder / "config.json").is_file():
         if adapter is not None:
@@ -68,7 +68,12 @@ def load(
                 f"load: {name} is an adapter itself; give its base as the name to load adapter={adapter!r}."
             )
         adapter = source.folder
-        source = resolve(*adapters.base_of(adapter), _check_config)
+        base, base_revision = adapters.base_of(adapter)
+        try:
+            source = resolve(base, base_revision, _check_config)
+        except (ValueError, OSError) as error:
+            where = f"{adapter / adapters.CONFIG} names {base} as the base"
+            raise type(error)(f"{error} ({where}; another base: load(BASE, adapter={str(adapter)!r})") from error
     source = source._replace(folder=source.folder.absolute())  # the working folder may change before it is read again
     folder = None if adapter is None else resolve_adapter(adapter).folder
     raw = read_config(source.folder)

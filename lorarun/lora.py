@@ -159,7 +159,14 @@ def find_targets(model: Model, targets: str | list[str], layers: list[int] | Non
     }
     matched = [path for path in modules if selects(targets, path)]
     if not matched:
-        raise ValueError(f"targets={targets!r} match no module; projections are named {', '.join(sorted(INPUTS))}.")
+        hint = (
+            f" A string is a regular expression for the whole name; write [{targets!r}]."
+            if isinstance(targets, str) and targets in INPUTS
+            else ""
+        )
+        raise ValueError(
+            f"targets={targets!r} match no module; projections are named {', '.join(sorted(INPUTS))}.{hint}"
+        )
     head = [path for path in matched if path in ("lm_head", "model.embed_tokens")]
     if head:
         raise ValueError(

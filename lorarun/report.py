@@ -28,6 +28,9 @@ class Report:
     def to_dict(self) -> dict[str, dict[str, Any]]:
         return {section: dict(rows) for section, rows in self._facts.items()}
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         width = max(len(key) for rows in self._facts.values() for key in rows)
         lines = []

@@ -116,5 +116,5 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a stop by the system saves as Ctrl-C does
     try:
         main()
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    except (ValueError, OSError, KeyboardInterrupt) as error:
+        sys.exit(f"error: {str(error) or 'stopped before the first step'}")

@@ -160,6 +160,7 @@ def test_every_token_of_a_long_text_is_predicted_once(tmp_path: Path, max_tokens
     ({"text": "half a pair \ud83d"}, "row 2: only text can be encoded, got .* no valid Unicode"),
     ({"messages": []}, "row 2: messages must be a list of at least one"),
     ({"messages": [{"role": "user"}]}, "row 2: message 1 must have"),
+    ({"messages": [{"role": "asistant", "content": "a"}]}, "row 2: role 'asistant' is unknown; known are system"),
     ({"messages": [{"role": "user", "content": "a", "when": {1}}]}, "row 2: a message may hold .* got a set"),
 ])  # fmt: skip
 def test_a_bad_row_is_named(tmp_path: Path, row: Any, message: str) -> None:

@@ -339,6 +339,27 @@ def test_an_untrained_adapter_is_told(tiny: Tiny, tmp_path: Path) -> None:
 # --- verification --------------------------------------------------------------------------------------------------
 
 
+def test_a_small_update_that_rounding_eats_is_measured(
+    tiny: Tiny, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = adapted(tiny("llama3"))
+    for parameter in lora_parameters(model)[1::2]:
+        parameter.data.mul_(1e-4)
+    with pytest.warns(UserWarning, match=r"rounding to 16 bits kept (\d+)% of the adapter's update") as said:
+        save_merged(model, tmp_path / "half")
+    wanted = kept = 0.0
+    before, after = tensors_of(tiny("llama3")), tensors_of(tmp_path / "half")
+    for path, linear in model.named_modules():
+        if hasattr(linear, "factors") and linear.adapters:
+            update = linear.adapters["default"].scale * (linear.factors("default")[1] @ linear.factors("default")[0])
+            wanted += float(update.square().sum())
+            kept += float((update * (after[f"{path}.weight"].float() - before[f"{path}.weight"].float())).sum())
+    assert f"kept {kept / wanted:.0%} of" in str(said[0].message) and kept < 0.9 * wanted
+    recwarn.clear()
+    save_merged(model, tmp_path / "full", dtype=torch.float32)
+    assert not [w for w in recwarn if "rounding" in str(w.message)]
+
+
 def test_a_file_that_is_not_what_was_written(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = export._write
 
@@ -468,7 +489,7 @@ def test_the_script(tiny: Tiny, tmp_path: Path) -> None:
     source.rename(tmp_path / "moved")
     done = run(tmp_path / "adapter", tmp_path / "one", "--base", tmp_path / "moved")  # the base is found
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stderr.strip().endswith("one exists already; give a new folder.")
+    assert done.stderr.strip().endswith("one exists already; give a new folder, or delete it first.")
 
 
 @pytest.mark.gpu
