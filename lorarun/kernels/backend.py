@@ -58,11 +58,16 @@ def reference() -> Iterator[None]:
 def runs_triton(x: Tensor) -> bool:
     """Whether a Triton kernel serves a call on ``x``.
 
-    Not where the reference is forced, and not while a user's torch.compile traces: it gets the reference to optimise.
+    Not where the reference is forced, nor while a user's torch.compile traces (it gets the reference to optimise), nor
+    on another GPU than torch's current one, where Triton would launch.
     """
     if not HAS_TRITON or _forced or torch.compiler.is_compiling():
         return False
-    return INTERPRETED or x.device.type in ("cuda", "xpu")
+    return INTERPRETED or (x.device.type in ("cuda", "xpu") and _is_current(x.device))
+
+
+def _is_current(device: torch.device) -> bool:
+    return device.index == torch.accelerator.current_device_index()
 
 
 def why(device: torch.device) -> str:
@@ -73,4 +78,8 @@ def why(device: torch.device) -> str:
         return "torch reference: no Triton here"
     if INTERPRETED:
         return "Triton's interpreter: TRITON_INTERPRET=1"
-    return "Triton" if device.type in ("cuda", "xpu") else f"torch reference: Triton does not serve {device.type}"
+    if device.type not in ("cuda", "xpu"):
+        return f"torch reference: Triton does not serve {device.type}"
+    if not _is_current(device):
+        return f"torch reference: {device} is not torch's current device, where Triton would launch"
+    return "Triton"
