@@ -79,12 +79,13 @@ class _Export:
         weight = self.rewritten[name].weight
         return dequantize(weight, torch.float32).cpu() if isinstance(weight, Store) else stored.to(weight.dtype)
 
+    def exact(self, name: str, base: Tensor) -> Tensor:
+        """The weight with the adapter in it, not rounded yet."""
+        return merged_weight(base, self.rewritten[name], self.adapter) if self.merges(name) else base
+
     def value(self, name: str, stored: Tensor) -> Tensor:
         """What is written for a stored tensor."""
-        weight = self.base(name, stored)
-        if self.merges(name):
-            weight = merged_weight(weight, self.rewritten[name], self.adapter)
-        return weight.to(self.dtype_of(self.source.entries[name]))
+        return self.exact(name, self.base(name, stored)).to(self.dtype_of(self.source.entries[name]))
 
     def merges(self, name: str) -> bool:
         return name in self.rewritten and self.rewritten[name].active == self.adapter
@@ -256,16 +257,17 @@ def _write_tensor(export: _Export, name: str, out: BinaryIO) -> None:
     live = export.live.get(name)
     if live is not None and not torch.equal(stored.to(live.device, live.dtype), live):
         export.changed.append(name)
-    value = export.value(name, stored).contiguous()
+    before = export.base(name, stored)
+    exact = export.exact(name, before)
+    value = exact.to(export.dtype_of(export.source.entries[name])).contiguous()
     if (export.merges(name) or value.dtype != stored.dtype) and not torch.isfinite(value).all():
         export.infinite.append(name)
     if export.merges(name):
-        before = export.base(name, stored)
         if torch.equal(value, before.to(value.dtype)):
             export.same.append(name)
-        wanted = merged_weight(before.float(), export.rewritten[name], export.adapter) - before.float()
-        export.asked += float(wanted.square().sum())
-        export.kept += float((wanted * (value.float() - before.float())).sum())
+        update = exact - before
+        export.asked += float(update.square().sum())
+        export.kept += float((update * (value.to(exact.dtype) - before)).sum())
     if value.numel():
         out.write((ctypes.c_char * value.nbytes).from_address(value.data_ptr()))
 

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1, 3.2, 3.3, their relatives of model_type ``llama`` (SmolLM2, Yi, TinyLlama …), and Mistral.
+"""Llama 2, 3, 3.1, 3.2, 3.3, their relatives of model_type ``llama`` (SmolLM2 …), and Mistral.
 
 The decoder that the other families vary: pre-norm blocks, rotary positions, grouped key-value heads, SwiGLU.  What
 differs between checkpoints of this family is in ``Config``: biases, tied head, rotary scaling, and Mistral's sliding
