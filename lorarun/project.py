@@ -85,14 +85,15 @@ class Frozen:
                 torch.addmm(bias, x, weight.T, out=part)
         return y
 
-    def mm_t(self, dy: Tensor) -> Tensor:
-        """dy [rows, Σ sizes] → the gradient of x, [rows, in]."""
+    def mm_t(self, dy: Tensor, dx: Tensor | None = None) -> Tensor:
+        """dy [rows, Σ sizes] → the gradient of x, [rows, in]; added to ``dx`` in place where it is given."""
         if self.stored:
-            return dy @ dequantize_side_by_side(self.weights, dy.dtype)
-        first, *others = zip(dy.split(self.sizes, dim=1), self.weights, strict=True)
-        dx = torch.mm(*first)
-        for part, weight in others:
-            dx.addmm_(part, weight)
+            pairs = [(dy, dequantize_side_by_side(self.weights, dy.dtype))]
+        else:
+            pairs = list(zip(dy.split(self.sizes, dim=1), self.weights, strict=True))
+        for part, weight in pairs:
+            dx = torch.mm(part, weight) if dx is None else dx.addmm_(part, weight)
+        assert dx is not None
         return dx
 
 
@@ -136,12 +137,14 @@ class _Project(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
         x, u, *factors = ctx.saved_tensors
         dy = side_by_side(dys)
-        dx = ctx.frozen.mm_t(dy) if ctx.needs_input_grad[3] else None
         grads: list[Tensor | None] = [None] * len(factors)
+        dx, needs_dx = None, ctx.needs_input_grad[3]
         if u is not None:
             branches = _rejoin(ctx.shapes, factors)
             du, grads[1::2] = lora_grad(dy, u, branches)
-            grads[::2] = lora_input_grad(x, dx, du, branches, ctx.drop)
+            dx, grads[::2] = lora_input_grad(x, du, branches, ctx.drop, needs_dx)
+        if needs_dx:
+            dx = ctx.frozen.mm_t(dy, dx)
         return None, None, None, dx, *_cast(grads, factors)
 
 
@@ -193,13 +196,15 @@ class _GatedMLP(torch.autograd.Function):
         du_down = None
         if u_down is not None:
             du_down, (grads[5],) = lora_grad(rows, u_down, [down])
-        dgu, grads[4] = adapted_backward(
-            ctx.frozen[1].mm_t(rows), gu, u, gate, up, ctx.act, du_down, down, ctx.drops[1]
+        da = ctx.frozen[1].mm_t(rows)
+        dgu, du, grads[4], grads[1], grads[3] = adapted_backward(
+            da, gu, u, gate, up, ctx.act, du_down, down, ctx.drops[1]
         )  # fmt: skip
-        dh = ctx.frozen[0].mm_t(dgu) if ctx.needs_input_grad[4] else None
-        if u is not None:
-            du, grads[1:4:2] = lora_grad(dgu, u, [gate, up])
-            grads[0:4:2] = lora_input_grad(h, dh, du, [gate, up], ctx.drops[0])
+        dh, needs_dh = None, ctx.needs_input_grad[4]
+        if du is not None:
+            dh, grads[0:4:2] = lora_input_grad(h, du, [gate, up], ctx.drops[0], needs_dh)
+        if needs_dh:
+            dh = ctx.frozen[0].mm_t(dgu, dh)
         dresidual = dy if ctx.needs_input_grad[5] else None
         return None, None, None, None, dh, dresidual, *_cast(grads, factors)
 

@@ -283,15 +283,14 @@ def adapters(bench: Bench) -> None:
 
     def backward() -> None:
         for i, kept in ((0, u_qkv), (1, u_o)):
-            dx = groups[i].mm_t(grads[i])
             du, _ = lora.lora_grad(grads[i], kept, branches[i])
-            lora.lora_input_grad(inputs[i], dx, du, branches[i])
+            dx, _ = lora.lora_input_grad(inputs[i], du, branches[i])
+            groups[i].mm_t(grads[i], dx)
         du_down, _ = lora.lora_grad(grads[3], u_down, branches[3])
         da = groups[3].mm_t(grads[3])
-        dgu, _ = gated.adapted_backward(da, gu, u, *branches[2], "silu", du_down, branches[3][0])
-        dx = groups[2].mm_t(dgu)
-        du, _ = lora.lora_grad(dgu, u, branches[2])
-        lora.lora_input_grad(inputs[2], dx, du, branches[2])
+        dgu, du, *_ = gated.adapted_backward(da, gu, u, *branches[2], "silu", du_down, branches[3][0])
+        dx, _ = lora.lora_input_grad(inputs[2], du, branches[2])
+        groups[2].mm_t(dgu, dx)
 
     for name, call, i, target in (("forward", forward, 0, "<= 7 %"), ("backward", backward, 1, "<= 10 %")):
         ms = measure(call)

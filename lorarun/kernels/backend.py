@@ -70,6 +70,13 @@ def _is_current(device: torch.device) -> bool:
     return device.index == torch.accelerator.current_device_index()
 
 
+def converts_fp8(device: torch.device) -> bool:
+    """Whether the hardware converts to e4m3 itself (NVIDIA from Ada and Hopper on)."""
+    if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def why(device: torch.device) -> str:
     """The same decision in words, for reports."""
     if _forced:

@@ -5,10 +5,10 @@
 Our own encoding has one scale a row (bm = 1, bn the whole row), absmax / 448; published checkpoints have blocks, mostly
 of 128 × 128, the last ones of a row or column partial.
 
-Codes are taken apart and put together with integer operations instead of the GPU's conversions: e4m3 is the top of an
-fp32 with another exponent bias, so that decoding is a shift and a multiplication by 2¹²⁰, and encoding rounds by
-adding.  That costs a few instructions, which a kernel bound by memory has to spare, and gives the same bits on every
-GPU and under the interpreter, FP8 hardware or not.  Decoding takes up to three weights side by side in one launch; the
+Codes are taken apart with integer operations instead of the GPU's conversions: e4m3 is the top of an fp32 with another
+exponent bias, so that decoding is a shift and a multiplication by 2¹²⁰.  A kernel bound by memory has the instructions
+to spare, and the bits are the same on every GPU and under the interpreter.  Encoding uses the GPU's conversion where it
+has one (it is a fifth faster), and elsewhere rounds by adding, to the same bits.  Decoding takes up to three weights side by side in one launch; the
 product with the scale is rounded once, to the dtype asked for.
 """
 
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lorarun.kernels.backend import runs_triton, tl, triton
+from lorarun.kernels.backend import converts_fp8, runs_triton, tl, triton
 
 LARGEST = 448.0
 TINY = 2.0**-117  # absmax of a row below which it is divided by this instead: 448 times the smallest normal fp32, about
@@ -113,7 +113,7 @@ def _quantize(p_w, p_codes, p_scale, cols, COLS: tl.constexpr, ONCE: tl.constexp
 def _dequantize(
     p_out, cols,
     p_codes0, p_scale0, rows0, p_codes1, p_scale1, rows1, p_codes2, p_scale2,
-    BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, COLS: tl.constexpr, NATIVE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     # one row of one of the three weights, COLS of its columns; GROUP neighbours share a scale
     row = tl.program_id(0)
@@ -127,18 +127,15 @@ def _dequantize(
     o_group = start + tl.arange(0, COLS // GROUP) * GROUP
     o_scale = (own // BM).to(tl.int64) * tl.cdiv(cols, BN) + o_group // BN
     b_scale = tl.load(p_scale + o_scale, mask=o_group < cols, other=0.0)
-    b_w = b_code.to(tl.float8e4nv, bitcast=True).to(tl.float32) if NATIVE else _decode(b_code)
-    b_w = tl.reshape(tl.reshape(b_w, [COLS // GROUP, GROUP]) * b_scale[:, None], [COLS])
+    b_w = tl.reshape(tl.reshape(_decode(b_code), [COLS // GROUP, GROUP]) * b_scale[:, None], [COLS])
     tl.store(p_out + row.to(tl.int64) * cols + o, b_w.to(p_out.dtype.element_ty), mask=o < cols)
 
 
 # --- host functions ------------------------------------------------------------------------------------------------
 
-NATIVE = False  # the GPU's own conversions instead of integer operations
-COLS = 2048  # columns that one program decodes
-WARPS = 4
+COLS, WARPS = 4096, 8  # columns that one program decodes, and its warps
 ROW = 16384  # columns that one program encodes at a time
-WARP = 1024  # columns for each of its warps
+WARP = 512  # columns for each of its warps
 WHOLE = 1 << 30  # a block that is as wide as any row
 
 
@@ -153,7 +150,7 @@ def _launch_dequantize(parts: Sequence[FP8], out: Tensor) -> None:
     _dequantize[(rows, triton.cdiv(cols, tile))](
         out, cols, a.codes.view(torch.uint8), a.scale, a.codes.shape[0],
         b.codes.view(torch.uint8), b.scale, b.codes.shape[0], c.codes.view(torch.uint8), c.scale,
-        BM=bm, BN=bn, GROUP=min(tile, bn & -bn), COLS=tile, NATIVE=NATIVE, num_warps=WARPS, enable_fp_fusion=False,
+        BM=bm, BN=bn, GROUP=min(tile, bn & -bn), COLS=tile, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -174,7 +171,8 @@ def fp8_quantize(w: Tensor) -> FP8:
     width = min(ROW, triton.next_power_of_2(cols))
     _quantize[(rows,)](
         w.detach().contiguous(), codes.view(torch.uint8), scale, cols,
-        COLS=width, ONCE=width >= cols, NATIVE=NATIVE, num_warps=max(1, min(16, width // WARP)), enable_fp_fusion=False,
+        COLS=width, ONCE=width >= cols, NATIVE=converts_fp8(w.device), num_warps=max(1, min(16, width // WARP)),
+        enable_fp_fusion=False,
     )  # fmt: skip
     return FP8(codes, scale, (1, cols))
 

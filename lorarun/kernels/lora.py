@@ -4,7 +4,8 @@
 
 A frozen product is bound by arithmetic, everything here by memory, so what counts is how often an activation is read.
 x is read once for all of its projections (``lora_down``), a gradient dy once for both duᵢ and dBᵢ (``lora_grad``),
-and x and dx once for dAᵢ and the adapter's part of dx (``lora_input_grad``).  A and B are read in their own dtype,
+and x once more for dAᵢ (``lora_input_grad``), which writes the adapters' part of dx on the way: the frozen product is
+then added to it, which costs that product nothing, where adding the other way round would read and write dx again.  A and B are read in their own dtype,
 fp32 as a rule, and cast in registers: no 16-bit copies exist that could be stale.  dA and dB are summed in fp32 over
 row groups, and the groups in a fixed order: no atomics, the same bits every time.
 
@@ -24,10 +25,10 @@ from lorarun.kernels.backend import runs_triton, tl, triton
 from lorarun.kernels.dropout import Dropout, dropout, kept, masking
 
 MAX_WIDTH = 64  # of a slot that the kernels take; wider adapters are served by plain products
-ROW_GROUPS = 16  # over which gradients of A and B are summed apart
 
-# (rows, columns of a tile, warps, pipeline stages) for 16 bits and a rank up to 16, measured on an H200 at 8192 rows
-DOWN, UP, GRAD, INPUT_GRAD = (64, 256, 4, 3), (32, 128, 4, 3), (32, 256, 4, 3), (64, 128, 4, 3)
+# (rows, columns of a tile, warps, pipeline stages, groups of rows that are summed apart) for 16 bits and a rank up to
+# 16, measured on an H200 at 8192 rows
+DOWN, UP, GRAD, INPUT_GRAD = (64, 256, 4, 3, 1), (32, 128, 4, 3, 16), (32, 256, 4, 3, 16), (64, 128, 4, 3, 16)
 
 
 class Branch(NamedTuple):
@@ -67,19 +68,26 @@ def low_rank(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 # --- kernels ---
 
 
-@triton.jit(do_not_specialize=["seed", "stream", "cut"])
+@triton.jit
+def _slots(o_c, p_0, p_1, p_2, r0, r1, r2, WIDTH: tl.constexpr):
+    """Columns of u: (the matrix of the adapter that a column belongs to, its rank's index there, whether it exists)."""
+    which, within = o_c // WIDTH, o_c % WIDTH
+    r = tl.where(which == 0, r0, tl.where(which == 1, r1, tl.where(which == 2, r2, 0)))
+    return tl.where(which == 0, p_0, tl.where(which == 1, p_1, p_2)), within, within < r
+
+
+@triton.jit(do_not_specialize=["r0", "r1", "r2", "seed", "stream", "cut"])
 def _down(
     p_x, p_a0, p_a1, p_a2, p_u, rows, cols, stride_x, r0, r1, r2, seed, stream, cut, keep,
-    N: tl.constexpr, WIDTH: tl.constexpr, DROP: tl.constexpr, IEEE: tl.constexpr,
+    N: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr, DROP: tl.constexpr, IEEE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     o_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < rows
-    o_r = tl.arange(0, WIDTH)
-    acc0 = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    acc1 = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    acc2 = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    o_c = tl.arange(0, ALL)
+    p_a, o_r, m_r = _slots(o_c, p_a0, p_a1, p_a2, r0, r1, r2, WIDTH)
+    b_u = tl.zeros([BLOCK_M, ALL], tl.float32)
     for k in range(0, cols, BLOCK_K):
         o_k = k + tl.arange(0, BLOCK_K)
         m_k = o_k < cols
@@ -87,22 +95,10 @@ def _down(
         if DROP:
             b_kept = kept(o_m, k, cols, seed, stream, cut, BLOCK_M, BLOCK_K)
             b_x = tl.where(b_kept, b_x.to(tl.float32) * keep, 0.0).to(p_x.dtype.element_ty)
-        o_a = o_r[None, :] * cols + o_k[:, None]  # [BLOCK_K, WIDTH]
-        b_a = tl.load(p_a0 + o_a, mask=(o_r < r0)[None, :] & m_k[:, None], other=0.0)
-        acc0 = tl.dot(b_x, b_a.to(b_x.dtype), acc0, input_precision=precision)
-        if N > 1:
-            b_a = tl.load(p_a1 + o_a, mask=(o_r < r1)[None, :] & m_k[:, None], other=0.0)
-            acc1 = tl.dot(b_x, b_a.to(b_x.dtype), acc1, input_precision=precision)
-        if N > 2:
-            b_a = tl.load(p_a2 + o_a, mask=(o_r < r2)[None, :] & m_k[:, None], other=0.0)
-            acc2 = tl.dot(b_x, b_a.to(b_x.dtype), acc2, input_precision=precision)
-    o_u = o_m[:, None] * (N * WIDTH) + o_r[None, :]
-    dtype: tl.constexpr = p_u.dtype.element_ty
-    tl.store(p_u + o_u, acc0.to(dtype), mask=m_m[:, None])
-    if N > 1:
-        tl.store(p_u + o_u + WIDTH, acc1.to(dtype), mask=m_m[:, None])
-    if N > 2:
-        tl.store(p_u + o_u + 2 * WIDTH, acc2.to(dtype), mask=m_m[:, None])
+        b_a = tl.load(p_a[None, :] + o_r[None, :] * cols + o_k[:, None], mask=m_r[None, :] & m_k[:, None], other=0.0)
+        b_u = tl.dot(b_x, b_a.to(b_x.dtype), b_u, input_precision=precision)
+    o_u = o_m[:, None] * (N * WIDTH) + o_c[None, :]
+    tl.store(p_u + o_u, b_u.to(p_u.dtype.element_ty), mask=m_m[:, None] & (o_c < N * WIDTH)[None, :])
 
 
 @triton.jit
@@ -199,66 +195,41 @@ def _gather(
     tl.store(p_out + o_out, b_sum.to(p_out.dtype.element_ty), mask=m_e)
 
 
-@triton.jit(do_not_specialize=["seed", "stream", "cut"])
+@triton.jit(do_not_specialize=["r0", "r1", "r2", "seed", "stream", "cut"])
 def _input_grad(
-    p_x, p_dx, p_du, p_a0, p_a1, p_a2, p_da, rows, cols, stride_x, stride_dx, group,
-    r0, r1, r2, seed, stream, cut, keep,
-    N: tl.constexpr, WIDTH: tl.constexpr, DX: tl.constexpr, DROP: tl.constexpr, IEEE: tl.constexpr,
+    p_x, p_dx, p_du, p_a0, p_a1, p_a2, p_da, rows, cols, stride_x, group, r0, r1, r2, seed, stream, cut, keep,
+    N: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr, DX: tl.constexpr, DROP: tl.constexpr, IEEE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One block of columns of x over one group of rows: dx += Σ du·A, and the group's part of dA."""
+    """One block of columns of x over one group of rows: dx = Σ du·A, and the group's part of dA."""
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
-    part = tl.program_id(1)
-    o_k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    o_r = tl.arange(0, WIDTH)
-    m_k = o_k < cols
     dtype: tl.constexpr = p_x.dtype.element_ty
-    o_a = o_r[:, None] * cols + o_k[None, :]  # [WIDTH, BLOCK_K]
-    b_a0 = tl.load(p_a0 + o_a, mask=(o_r < r0)[:, None] & m_k[None, :], other=0.0).to(dtype)
-    b_a1, b_a2 = b_a0, b_a0
-    if N > 1:
-        b_a1 = tl.load(p_a1 + o_a, mask=(o_r < r1)[:, None] & m_k[None, :], other=0.0).to(dtype)
-    if N > 2:
-        b_a2 = tl.load(p_a2 + o_a, mask=(o_r < r2)[:, None] & m_k[None, :], other=0.0).to(dtype)
-    b_da0 = tl.zeros([WIDTH, BLOCK_K], tl.float32)
-    b_da1 = tl.zeros([WIDTH, BLOCK_K], tl.float32)
-    b_da2 = tl.zeros([WIDTH, BLOCK_K], tl.float32)
+    part = tl.program_id(1).to(tl.int64)
+    o_k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    o_c = tl.arange(0, ALL)
+    m_k, m_c = o_k < cols, o_c < N * WIDTH
+    if DX:
+        p_a, o_r, m_r = _slots(o_c, p_a0, p_a1, p_a2, r0, r1, r2, WIDTH)
+        b_a = tl.load(p_a[:, None] + o_r[:, None] * cols + o_k[None, :], mask=m_r[:, None] & m_k[None, :], other=0.0)
+        b_a = b_a.to(dtype)
+    b_da = tl.zeros([ALL, BLOCK_K], tl.float32)
     for at in range(0, group, BLOCK_M):
-        o_m = part.to(tl.int64) * group + at + tl.arange(0, BLOCK_M)
+        o_m = part * group + at + tl.arange(0, BLOCK_M)
         m_m = o_m < rows
         mask = m_m[:, None] & m_k[None, :]
         b_x = tl.load(p_x + o_m[:, None] * stride_x + o_k[None, :], mask=mask, other=0.0)
+        b_du = tl.load(p_du + o_m[:, None] * (N * WIDTH) + o_c[None, :], mask=m_m[:, None] & m_c[None, :], other=0.0)
         if DROP:
             b_kept = kept(o_m, tl.program_id(0) * BLOCK_K, cols, seed, stream, cut, BLOCK_M, BLOCK_K)
             b_x = tl.where(b_kept, b_x.to(tl.float32) * keep, 0.0).to(dtype)
-        o_u = o_m[:, None] * (N * WIDTH) + o_r[None, :]
-        b_du = tl.load(p_du + o_u, mask=m_m[:, None], other=0.0)
-        b_da0 = tl.dot(tl.trans(b_du), b_x, b_da0, input_precision=precision)
+        b_da = tl.dot(tl.trans(b_du), b_x, b_da, input_precision=precision)
         if DX:
-            b_dx = tl.dot(b_du, b_a0, input_precision=precision)
-        if N > 1:
-            b_du = tl.load(p_du + o_u + WIDTH, mask=m_m[:, None], other=0.0)
-            b_da1 = tl.dot(tl.trans(b_du), b_x, b_da1, input_precision=precision)
-            if DX:
-                b_dx = tl.dot(b_du, b_a1, b_dx, input_precision=precision)
-        if N > 2:
-            b_du = tl.load(p_du + o_u + 2 * WIDTH, mask=m_m[:, None], other=0.0)
-            b_da2 = tl.dot(tl.trans(b_du), b_x, b_da2, input_precision=precision)
-            if DX:
-                b_dx = tl.dot(b_du, b_a2, b_dx, input_precision=precision)
-        if DX:
+            b_dx = tl.dot(b_du, b_a, input_precision=precision)
             if DROP:
                 b_dx = tl.where(b_kept, b_dx * keep, 0.0)
-            o_dx = o_m[:, None] * stride_dx + o_k[None, :]
-            b_dx += tl.load(p_dx + o_dx, mask=mask, other=0.0).to(tl.float32)
-            tl.store(p_dx + o_dx, b_dx.to(dtype), mask=mask)
-    o_da = (part.to(tl.int64) * (N * WIDTH) + o_r[:, None]) * cols + o_k[None, :]
-    step = WIDTH * cols
-    tl.store(p_da + o_da, b_da0, mask=m_k[None, :])
-    if N > 1:
-        tl.store(p_da + o_da + step, b_da1, mask=m_k[None, :])
-    if N > 2:
-        tl.store(p_da + o_da + 2 * step, b_da2, mask=m_k[None, :])
+            tl.store(p_dx + o_m[:, None] * cols + o_k[None, :], b_dx.to(dtype), mask=mask)
+    o_da = (part * (N * WIDTH) + o_c[:, None]) * cols + o_k[None, :]
+    tl.store(p_da + o_da, b_da, mask=m_c[:, None] & m_k[None, :])
 
 
 # --- host functions ---
@@ -281,16 +252,16 @@ def _triples(branches: Sequence[Branch]) -> tuple[list[Any], list[Any], list[int
     return a, b, [br.rank for br in padded], [br.size for br in padded], [br.scale for br in padded]
 
 
-def row_groups(rows: int, block: int) -> tuple[int, int]:
-    """(rows of a group, a multiple of ``block``; how many groups there are), about ROW_GROUPS of them."""
-    size = max(block, triton.cdiv(triton.cdiv(rows, ROW_GROUPS), block) * block)
+def row_groups(rows: int, block: int, groups: int) -> tuple[int, int]:
+    """(rows of a group, a multiple of ``block``; how many groups there are), about ``groups`` of them."""
+    size = max(block, triton.cdiv(triton.cdiv(rows, groups), block) * block)
     return size, max(1, triton.cdiv(rows, size))
 
 
-def tile(best: tuple[int, int, int, int], width: int, x: Tensor) -> tuple[int, int, int, int]:
+def tile(best: tuple[int, ...], width: int, x: Tensor) -> tuple[int, ...]:
     """A measured tile with fewer columns for wider slots and wider elements, which take the same memory then."""
-    rows, columns, warps, stages = best
-    return rows, max(32, columns * 16 // width * 2 // x.element_size()), warps, stages
+    rows, columns, *rest = best
+    return rows, max(32, columns * 16 // width * 2 // x.element_size()), *rest
 
 
 def _dropped(x: Tensor, drop: Dropout | None) -> Tensor:
@@ -309,12 +280,12 @@ def lora_down(x: Tensor, branches: Sequence[Branch], drop: Dropout | None = None
         return u
     u = torch.empty((len(x), n * width), dtype=x.dtype, device=x.device)
     a, _, ranks, _, _ = _triples(branches)
-    block_m, block_k, warps, stages = tile(DOWN, width, x)
+    block_m, block_k, warps, stages, _ = tile(DOWN, width, x)
     if len(x):
         _down[(triton.cdiv(len(x), block_m),)](
             x, *a, u, *x.shape, x.stride(0), *ranks, *masking(drop),
-            N=n, WIDTH=width, DROP=drop is not None, IEEE=x.dtype == torch.float32, BLOCK_M=block_m, BLOCK_K=block_k,
-            num_warps=warps, num_stages=stages,
+            N=n, WIDTH=width, ALL=triton.next_power_of_2(n * width), DROP=drop is not None,
+            IEEE=x.dtype == torch.float32, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return u
 
@@ -332,8 +303,8 @@ def lora_up_(y: Tensor, u: Tensor, branches: Sequence[Branch], residual: Tensor 
             start += branch.size
         return y if residual is None else y.add_(residual)
     _, b, ranks, sizes, scales = _triples(branches)
-    block_m, block_n, warps, stages = tile(UP, width, y)
-    group, groups = row_groups(len(y), block_m)
+    block_m, block_n, warps, stages, groups = tile(UP, width, y)
+    group, groups = row_groups(len(y), block_m, groups)
     if len(y):
         _up[(sum(triton.cdiv(size, block_n) for size in sizes), groups)](
             y, residual, u, *b, len(y), y.stride(0), 0 if residual is None else residual.stride(0), group,
@@ -360,47 +331,56 @@ def lora_grad(dy: Tensor, u: Tensor, branches: Sequence[Branch]) -> tuple[Tensor
             start += branch.size
         return du, dbs
     _, b, ranks, sizes, scales = _triples(branches)
-    block_m, block_n, warps, stages = tile(GRAD, width, dy)
+    block_m, block_n, warps, stages, groups = tile(GRAD, width, dy)
     total, counts = sum(sizes), [triton.cdiv(size, block_n) for size in sizes]
-    group, groups = row_groups(rows, block_m)
+    group, groups = row_groups(rows, block_m, groups)
     parts = torch.empty((sum(counts), rows, width), dtype=torch.float32, device=dy.device)
     sums = torch.empty((groups, total, width), dtype=torch.float32, device=dy.device)
-    du = torch.empty((rows, n * width), dtype=dy.dtype, device=dy.device)
     _grad[(sum(counts), groups)](
         dy, u, *b, parts, sums, rows, dy.stride(0), total, group, *sizes, *ranks, *scales,
         N=n, WIDTH=width, IEEE=dy.dtype == torch.float32, BLOCK_M=block_m, BLOCK_N=block_n,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    if rows:
-        size = rows * width
-        _gather[(triton.cdiv(size, 128), n)](
-            parts, du, size, *counts, N=n, WIDTH=width, PARTS=8, BLOCK=128, num_warps=4
-        )
     columns = sums.sum(0).split(sizes[:n])
-    return du, [None if br.b is None else db[:, : br.rank] for br, db in zip(branches, columns, strict=True)]
+    return gather(parts, counts[:n], dy.dtype), [None if br.b is None else db[:, : br.rank] for br, db in zip(branches, columns, strict=True)]
+
+
+def gather(parts: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """du [rows, n · width] from the parts [Σ counts, rows, width] that the blocks of columns of each output gave."""
+    _, rows, width = parts.shape
+    n, size = len(counts), rows * width
+    du = torch.empty((rows, n * width), dtype=dtype, device=parts.device)
+    if rows:
+        _gather[(triton.cdiv(size, 128), n)](
+            parts, du, size, *[*counts, 0, 0][:3], N=n, WIDTH=width, PARTS=8, BLOCK=128, num_warps=4
+        )
+    return du
 
 
 def lora_input_grad(
-    x: Tensor, dx: Tensor | None, du: Tensor, branches: Sequence[Branch], drop: Dropout | None = None
-) -> list[Tensor | None]:
-    """dAᵢ = duᵢᵀ · drop(x) in fp32; adds Σ drop'(duᵢ · Aᵢ) to dx [rows, in] in place where it is given."""
+    x: Tensor, du: Tensor, branches: Sequence[Branch], drop: Dropout | None = None, needs_dx: bool = True
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """The adapters' part of dx, Σ drop'(duᵢ · Aᵢ) [rows, in] in the dtype of x (None unless ``needs_dx``), and dAᵢ =
+    duᵢᵀ · drop(x) in fp32; reads x once."""
     n, width, (rows, cols) = len(branches), slot(branches), x.shape
     if not serves(x, branches, drop):
         dropped, das = _dropped(x, drop), []
+        dx = torch.zeros_like(x) if needs_dx else None
         for i, branch in enumerate(branches):
             part = du[:, i * width : i * width + branch.rank]
             das.append(None if branch.a is None else part.T.float() @ dropped.float())
             if branch.a is not None and dx is not None:
                 dx += _dropped(part @ branch.a.to(x.dtype), drop)
-        return das
+        return dx, das
     a, _, ranks, _, _ = _triples(branches)
-    block_m, block_k, warps, stages = tile(INPUT_GRAD, width, x)
-    group, groups = row_groups(rows, block_m)
+    block_m, block_k, warps, stages, groups = tile(INPUT_GRAD, width, x)
+    group, groups = row_groups(rows, block_m, groups)
     sums = torch.empty((groups, n * width, cols), dtype=torch.float32, device=x.device)
+    dx = torch.empty((rows, cols), dtype=x.dtype, device=x.device) if needs_dx else None
     _input_grad[(triton.cdiv(cols, block_k), groups)](
-        x, dx, du, *a, sums, rows, cols, x.stride(0), 0 if dx is None else dx.stride(0), group, *ranks, *masking(drop),
-        N=n, WIDTH=width, DX=dx is not None, DROP=drop is not None, IEEE=x.dtype == torch.float32,
-        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps, num_stages=stages,
+        x, dx, du, *a, sums, rows, cols, x.stride(0), group, *ranks, *masking(drop),
+        N=n, WIDTH=width, ALL=triton.next_power_of_2(n * width), DX=needs_dx, DROP=drop is not None,
+        IEEE=x.dtype == torch.float32, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     slots = sums.sum(0).split(width)
-    return [None if br.a is None else da[: br.rank] for br, da in zip(branches, slots, strict=True)]
+    return dx, [None if br.a is None else da[: br.rank] for br, da in zip(branches, slots, strict=True)]

@@ -10,7 +10,9 @@ absmax minus its mean.
 The usual library dequantises one weight at a time in two or three launches, the scales first.  Here up to three
 weights go into one buffer in one launch, scales included, so that projections of one input become one matrix product.
 All arithmetic is fp32 in the order of the formulas, without contraction to fused multiply-adds (which would change
-absmax in the last bit), and is rounded once to the dtype asked for: what bitsandbytes stored comes out bit-equal.
+absmax in the last bit), and is rounded once to the dtype asked for: what bitsandbytes stored comes out bit-equal.  A
+code becomes its value by way of a table of 64 bytes, which stays in L1; shuffles are as fast, a tree of selections
+slower.
 
 Encoding gives the codes that bitsandbytes' CUDA kernel gives: x · (1 / absmax) against the midpoints between values,
 the upper code above a midpoint.  One deviation: a block of zeros gets the code of zero, as on bitsandbytes' CPU path,
@@ -47,6 +49,23 @@ VALUES = (
     0.7229568362236023,
     1.0,
 )  # arXiv:2305.14314, appendix E
+MIDPOINTS = (
+    -0.8480964303016663,
+    -0.6106328964233398,
+    -0.4599952697753906,
+    -0.33967941999435425,
+    -0.23460739850997925,
+    -0.13791173696517944,
+    -0.045525018125772476,
+    0.03979014977812767,
+    0.1202552542090416,
+    0.2035212516784668,
+    0.2920137643814087,
+    0.3893125355243683,
+    0.5016633868217468,
+    0.6427869200706482,
+    0.8614783883094788,
+)  # between neighbours, in fp32; where (a + b) / 2 is a tie, rounded to the side that bitsandbytes' source has
 NESTED = 256  # scales in a block of double quantisation
 TINY = 2.0**-126  # the smallest absmax that is divided by
 CHUNK = 1 << 22  # weights that the reference encodes at a time, which bounds its memory
@@ -67,8 +86,8 @@ class NF4(NamedTuple):
 
 def tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """The 16 values and the 15 midpoints between them, fp32 on ``device``."""
-    values = torch.tensor(VALUES, dtype=torch.float32, device="cpu")
-    return values.to(device), ((values[:-1] + values[1:]) / 2).to(device)
+    values, midpoints = (torch.tensor(each, dtype=torch.float32, device="cpu") for each in (VALUES, MIDPOINTS))
+    return values.to(device), midpoints.to(device)
 
 
 @cache
@@ -163,28 +182,12 @@ def _quantize(p_w, p_midpoints, p_codes, p_absmax, n, BLOCK: tl.constexpr, TILE:
 
 
 @triton.jit
-def _value(code, p_values, METHOD: tl.constexpr):
-    if METHOD == "table":  # 64 bytes, which stay in L1
-        return tl.load(p_values + code)
-    elif METHOD == "gather":
-        return tl.gather(tl.load(p_values + tl.arange(0, 16)), code, 0)
-    else:  # "select": a tree of choices
-        b0, b1, b2, b3 = (code & 1) != 0, (code & 2) != 0, (code & 4) != 0, (code & 8) != 0
-        v0, v1 = tl.where(b0, -0.6961928009986877, -1.0), tl.where(b0, -0.39491748809814453, -0.5250730514526367)
-        v2, v3 = tl.where(b0, -0.18477343022823334, -0.28444138169288635), tl.where(b0, 0.0, -0.09105003625154495)
-        v4, v5 = tl.where(b0, 0.16093020141124725, 0.07958029955625534), tl.where(b0, 0.33791524, 0.2461123019456)
-        v6, v7 = tl.where(b0, 0.5626170039176941, 0.44070982933044434), tl.where(b0, 1.0, 0.7229568362236023)
-        low = tl.where(b2, tl.where(b1, v3, v2), tl.where(b1, v1, v0))
-        return tl.where(b3, tl.where(b2, tl.where(b1, v7, v6), tl.where(b1, v5, v4)), low)
-
-
-@triton.jit
 def _dequantize(
     p_out, p_values,
     p_codes0, p_absmax0, p_nested0, p_map0, p_offset0, n0,
     p_codes1, p_absmax1, p_nested1, p_map1, p_offset1, n1,
     p_codes2, p_absmax2, p_nested2, p_map2, p_offset2, n2,
-    BLOCK: tl.constexpr, DOUBLE: tl.constexpr, PER: tl.constexpr, METHOD: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, DOUBLE: tl.constexpr, PER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     # which of the three weights this tile belongs to
     pid = tl.program_id(0)
@@ -215,19 +218,19 @@ def _dequantize(
         b_nested = tl.load(p_nested + (first_block.to(tl.int32) + o_block) // 256, mask=m_item, other=0.0)
         b_absmax = tl.load(p_map + b_absmax.to(tl.int32)) * b_nested + tl.load(p_offset)
     if PER == 8:  # little-endian: the first byte is the lowest
-        x0 = _value((b >> 4) & 15, p_values, METHOD) * b_absmax
-        x1 = _value(b & 15, p_values, METHOD) * b_absmax
-        x2 = _value((b >> 12) & 15, p_values, METHOD) * b_absmax
-        x3 = _value((b >> 8) & 15, p_values, METHOD) * b_absmax
-        x4 = _value((b >> 20) & 15, p_values, METHOD) * b_absmax
-        x5 = _value((b >> 16) & 15, p_values, METHOD) * b_absmax
-        x6 = _value((b >> 28) & 15, p_values, METHOD) * b_absmax
-        x7 = _value((b >> 24) & 15, p_values, METHOD) * b_absmax
+        x0 = tl.load(p_values + ((b >> 4) & 15)) * b_absmax
+        x1 = tl.load(p_values + (b & 15)) * b_absmax
+        x2 = tl.load(p_values + ((b >> 12) & 15)) * b_absmax
+        x3 = tl.load(p_values + ((b >> 8) & 15)) * b_absmax
+        x4 = tl.load(p_values + ((b >> 20) & 15)) * b_absmax
+        x5 = tl.load(p_values + ((b >> 16) & 15)) * b_absmax
+        x6 = tl.load(p_values + ((b >> 28) & 15)) * b_absmax
+        x7 = tl.load(p_values + ((b >> 24) & 15)) * b_absmax
         even = tl.join(tl.join(x0, x4), tl.join(x2, x6))
         odd = tl.join(tl.join(x1, x5), tl.join(x3, x7))
     else:
-        even = _value(b >> 4, p_values, METHOD) * b_absmax
-        odd = _value(b & 15, p_values, METHOD) * b_absmax
+        even = tl.load(p_values + (b >> 4)) * b_absmax
+        odd = tl.load(p_values + (b & 15)) * b_absmax
     w = tl.reshape(tl.join(even, odd), [TILE])
     o = tl.arange(0, TILE)
     tl.store(p_out + start + base + o, w.to(p_out.dtype.element_ty), mask=o < left)
@@ -236,9 +239,7 @@ def _dequantize(
 # --- host functions ------------------------------------------------------------------------------------------------
 
 _tables = cache(tables)  # a kernel's launch must not wait for a copy to the device
-METHOD = "table"  # how a code becomes its value: "table", "gather" or "select"
-TILE = 4096  # weights of one program
-WARPS = 4
+TILE, WARPS = 2048, 2  # weights of one program, and its warps
 
 
 def _launch_dequantize(parts: Sequence[NF4], sizes: Sequence[int], block: int, out: Tensor) -> None:
@@ -250,8 +251,8 @@ def _launch_dequantize(parts: Sequence[NF4], sizes: Sequence[int], block: int, o
         arguments += [*(parts[i] if i < len(parts) else parts[0]), sizes[i] if i < len(parts) else 0]
     _dequantize[(sum(triton.cdiv(n, TILE) for n in sizes),)](
         out, values, *arguments,
-        BLOCK=block, DOUBLE=parts[0].offset is not None, PER=8 if whole else 2, METHOD=METHOD, TILE=TILE,
-        num_warps=WARPS, enable_fp_fusion=False,
+        BLOCK=block, DOUBLE=parts[0].offset is not None, PER=8 if whole else 2, TILE=TILE, num_warps=WARPS,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -209,10 +209,8 @@ def check_dequantize(device, sizes, block, dtype, nested, shift=0):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("method", ["table", "gather", "select"])
 @pytest.mark.parametrize("block, nested", [(32, True), (64, True), (64, False), (4096, True)])
-def test_dequantize(device, method, block, nested, monkeypatch):
-    monkeypatch.setattr(nf4, "METHOD", method)
+def test_dequantize(device, block, nested):
     for sizes in ([70], [63], [1], [4096 * 2 + 8], [8192, 64, 4160], [65, 33 * 65, 70], [64, 64, 64, 640, 8]):
         check_dequantize(device, sizes, block, torch.float32, nested)
     check_dequantize(device, [64 * 65, 640], block, torch.float16, nested)
