@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from lorarun.kernels.backend import runs_triton, tl, triton
 from lorarun.kernels.rms_norm import rms_norm_reference
 
-HEADS, WARPS = 8, 1  # of one token, handled by one program
+TOKENS, HEADS, WARPS = 1, 8, 1  # that one program handles
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -45,18 +45,20 @@ def rope_reference(
 @triton.jit
 def _rope(
     p_q, p_k, p_dq, p_dk, p_oq, p_ok, p_cos, p_sin, p_wq, p_wk,
-    seq, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
+    tokens, seq, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
     stride_dqb, stride_dqt, stride_dqh, stride_dkb, stride_dkt, stride_dkh, stride_cb, q_heads, k_heads, half, eps,
-    NORM: tl.constexpr, PLUS_ONE: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    NORM: tl.constexpr, PLUS_ONE: tl.constexpr, BACKWARD: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """A group of heads of one token.  Forward reads q or k; backward their gradients, and with NORM q or k as well."""
-    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """A group of heads of some tokens.  Forward reads q or k; backward their gradients, and with NORM q or k as well."""
+    o_r, group = tl.arange(0, TOKENS * HEADS), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64) * TOKENS + o_r // HEADS
     b, t = token // seq, token % seq
     q_groups = tl.cdiv(q_heads, HEADS)
     o_e = tl.arange(0, HALF)
     m_e = o_e < half
     heads = tl.where(group < q_groups, q_heads, k_heads)
-    o_h = tl.where(group < q_groups, group, group - q_groups) * HEADS + tl.arange(0, HEADS)
+    o_h = tl.where(group < q_groups, group, group - q_groups) * HEADS + o_r % HEADS
     if group < q_groups:
         p_x, o_x = p_q, b * stride_qb + t * stride_qt + o_h.to(tl.int64) * stride_qh
         p_d, o_d = p_dq, b * stride_dqb + t * stride_dqt + o_h.to(tl.int64) * stride_dqh
@@ -65,10 +67,12 @@ def _rope(
         p_x, o_x = p_k, b * stride_kb + t * stride_kt + o_h.to(tl.int64) * stride_kh
         p_d, o_d = p_dk, b * stride_dkb + t * stride_dkt + o_h.to(tl.int64) * stride_dkh
         p_o = p_ok
-    mask = (o_h < heads)[:, None] & m_e[None, :]
+    m_t = token < tokens
+    mask = (m_t & (o_h < heads))[:, None] & m_e[None, :]
     o_out = ((token * heads + o_h) * (2 * half))[:, None] + o_e[None, :]
-    b_cos = tl.load(p_cos + b * stride_cb + t * half + o_e, mask=m_e, other=0.0)[None, :]
-    b_sin = tl.load(p_sin + b * stride_cb + t * half + o_e, mask=m_e, other=0.0)[None, :]
+    o_cos = (b * stride_cb + t * half)[:, None] + o_e[None, :]
+    b_cos = tl.load(p_cos + o_cos, mask=m_t[:, None] & m_e[None, :], other=0.0)
+    b_sin = tl.load(p_sin + o_cos, mask=m_t[:, None] & m_e[None, :], other=0.0)
     dtype: tl.constexpr = p_oq.dtype.element_ty
     dim = 2 * half
     if NORM or not BACKWARD:
@@ -118,12 +122,12 @@ def _launch(
     groups = triton.cdiv(q_heads, HEADS) + triton.cdiv(k.shape[2], HEADS)
     if batch * seq:
         half = triton.next_power_of_2(dim // 2)
-        _rope[(batch * seq, groups)](
+        _rope[(triton.cdiv(batch * seq, TOKENS), groups)](
             q, k, dq, dk, out_q, out_k, cos, sin, q_weight, k_weight,
-            seq, *q.stride()[:3], *k.stride()[:3], *dq.stride()[:3], *dk.stride()[:3],
+            batch * seq, seq, *q.stride()[:3], *k.stride()[:3], *dq.stride()[:3], *dk.stride()[:3],
             0 if cos.shape[0] == 1 else cos.stride(0), q_heads, dk.shape[2], dim // 2, eps,
-            NORM=q_weight is not None, PLUS_ONE=plus_one, BACKWARD=grads is not None, HEADS=HEADS, HALF=half,
-            num_warps=WARPS,
+            NORM=q_weight is not None, PLUS_ONE=plus_one, BACKWARD=grads is not None,
+            TOKENS=TOKENS, HEADS=HEADS, HALF=half, num_warps=WARPS,
         )  # fmt: skip
     return out_q, out_k
 
