@@ -16,6 +16,7 @@ import bench_attention
 import torch
 from bench_timing import (
     BF16,
+    DEVICE,
     DIM,
     GROUPS,
     HEADS,
@@ -170,7 +171,7 @@ def rotary(bench: Bench) -> None:
     """Rotary embedding of q and k as they lie in the product of q|k|v, alone and behind the norm of each head."""
     qkv = random(1, ROWS, (HEADS + 2 * KV) * DIM)
     q, k, _ = (part.unflatten(-1, (-1, DIM)) for part in qkv.split([HEADS * DIM, KV * DIM, KV * DIM], dim=-1))
-    angles = torch.rand(1, ROWS, DIM // 2, device="cuda") * 50
+    angles = torch.rand(1, ROWS, DIM // 2, device=DEVICE) * 50
     cos, sin, heads = angles.cos(), angles.sin(), random(DIM)
     moved = 2 * (q.numel() + k.numel()) * 2 / 1e9
     grads = rope._launch(q, k, None, cos, sin, None, None, 1e-6, False)
@@ -229,7 +230,7 @@ def losses(bench: Bench) -> None:
     if not bench.wants("linear + cross-entropy"):
         return
     hidden, head = random(ROWS, HIDDEN).requires_grad_(), random(VOCAB, HIDDEN, scale=HIDDEN**-0.5)
-    goal = torch.randint(VOCAB, (ROWS,), device="cuda")
+    goal = torch.randint(VOCAB, (ROWS,), device=DEVICE)
 
     def ours() -> Tensor:
         return cross_entropy.linear_cross_entropy(hidden, head, goal)
@@ -260,7 +261,7 @@ def projection(rows: int, columns: int, rank: int) -> Linear:
         made = Linear(columns, rows)
     made.weight = torch.nn.Parameter(random(rows, columns, scale=columns**-0.5), requires_grad=False)
     made.attach("default", Adapter(1.0, 0.0, 0, Clock()), *(
-        torch.randn(shape, device="cuda") / 64 for shape in ((rank, columns), (rows, rank))
+        torch.randn(shape, device=DEVICE) / 64 for shape in ((rank, columns), (rows, rank))
     ))  # fmt: skip
     made.active = "default"
     return made
