@@ -3,6 +3,7 @@
 
     python scripts/bench.py kernels             # every kernel: a correctness gate, time, share of the ceiling, peers
     python scripts/bench.py kernels norm NF4    # those whose names contain one of these words
+    python scripts/bench.py train llama-3.1-8b --bits 4 --batch 4 --seq 2048 --peers unsloth,unsloth-off
 
 Peers (bitsandbytes, Liger, Unsloth, what torch brings) are timed in the same run where they are installed; one that is
 missing or fails is named, with the reason. Nothing here is used by lorarun itself.
@@ -14,6 +15,7 @@ import argparse
 import sys
 
 import bench_kernels
+import bench_train
 import torch
 
 
@@ -22,6 +24,8 @@ def parser() -> argparse.ArgumentParser:
     what = made.add_subparsers(dest="what", required=True)
     kernels = what.add_parser("kernels", help="every kernel beside its ceiling and its peers")
     kernels.add_argument("words", nargs="*", help="only rows whose names contain one of these")
+    train = what.add_parser("train", help="training steps of a model of real shape with random weights")
+    bench_train.add_arguments(train)
     return made
 
 
@@ -30,8 +34,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("error: the benchmark needs an NVIDIA GPU, and torch sees none.")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    if failed := bench_kernels.main(args.words):
-        sys.exit(f"error: {failed} rows failed, see the table.")
+    failed = bench_train.main(args) if args.what == "train" else bench_kernels.main(args.words)
+    if failed:
+        sys.exit(f"error: {failed} of our own rows failed, see the table.")
 
 
 if __name__ == "__main__":

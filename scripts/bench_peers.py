@@ -2,6 +2,7 @@
 """The peers' side of the benchmarks, one peer a process, since some of them patch torch and transformers on import.
 
     python scripts/bench_peers.py kernels liger|unsloth [WORDS]   # their kernels at the shapes of bench_kernels.py
+    python scripts/bench_peers.py train PEER SETTINGS             # training steps; SETTINGS is JSON, see bench_train.py
 
 Prints one JSON object a line; ``failed`` says why there is no figure.  Their functions are called as their own model
 patches call them; gradients are asked for inputs only, as norms and heads are frozen under LoRA.  An object's ``row``
@@ -16,10 +17,11 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-if "unsloth" in sys.argv:
+if any(word.startswith("unsloth") for word in sys.argv[2:3]):
     import unsloth  # noqa: F401  # before torch and transformers are used, as it asks for
 
 import torch
+from bench_models import CONFIGS, RANK, WARM, batches, same_adapters
 from bench_timing import (
     DEVICE,
     DIM,
@@ -34,8 +36,12 @@ from bench_timing import (
     measure_either_way,
     random,
     reason,
+    timed_steps,
+    training_step,
 )
 from torch import Tensor
+
+from lorarun.data import Batch
 
 Call = Callable[[], Any]
 Rows = Iterator[tuple[str, Callable[[], Call]]]  # a row's name, and what builds the call that is timed
@@ -144,11 +150,94 @@ def kernels(peer: str, words: list[str]) -> None:
             say(row=name, failed=reason(problem))
 
 
+# --- training --------------------------------------------------------------------------------------------------------
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def unsloth_model(settings: dict[str, Any], checkpointing: bool) -> Any:
+    """Unsloth's way; with checkpointing it is its own kind, the default."""
+    from unsloth import FastLanguageModel  # noqa: PLC0415
+
+    packed = settings["documents"] is not None
+    model, _ = FastLanguageModel.from_pretrained(
+        settings["folder"], max_seq_length=settings["seq"] * (settings["batch"] if packed else 1),
+        dtype=torch.bfloat16, load_in_4bit=settings["bits"] == 4, load_in_8bit=settings["bits"] == 8,
+        load_in_16bit=settings["bits"] == 16, use_exact_model_name=True,
+    )  # fmt: skip
+    return FastLanguageModel.get_peft_model(
+        model, r=RANK, target_modules=TARGETS, lora_alpha=RANK, lora_dropout=settings["dropout"], bias="none",
+        use_gradient_checkpointing="unsloth" if checkpointing else False, random_state=0,
+    )  # fmt: skip
+
+
+def transformers_model(settings: dict[str, Any], liger: bool, checkpointing: bool) -> Any:
+    """transformers with PEFT, and bitsandbytes where weights are quantised; ``liger``: with its kernels in it."""
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig  # noqa: PLC0415
+
+    if liger:
+        import liger_kernel.transformers as kernels  # noqa: PLC0415
+
+        getattr(kernels, f"apply_liger_kernel_to_{CONFIGS[settings['model']]['model_type']}")()
+    stored = {
+        4: {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        | {"bnb_4bit_compute_dtype": torch.bfloat16},
+        8: {"load_in_8bit": True},
+    }.get(settings["bits"])
+    model = AutoModelForCausalLM.from_pretrained(
+        settings["folder"], dtype=torch.bfloat16, device_map={"": DEVICE}, attn_implementation="sdpa",
+        quantization_config=None if stored is None else BitsAndBytesConfig(**stored),
+    )  # fmt: skip
+    model.requires_grad_(False)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        model.enable_input_require_grads()
+    lora = LoraConfig(
+        r=RANK, lora_alpha=RANK, lora_dropout=settings["dropout"], target_modules=TARGETS, task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, lora)
+
+
+def peer_model(peer: str, settings: dict[str, Any]) -> Any:
+    who, _, off = peer.partition("-")
+    if who == "unsloth":
+        model = unsloth_model(settings, not off)
+    elif who in ("hf", "liger"):
+        model = transformers_model(settings, who == "liger", not off)
+    else:
+        raise ValueError(f"no peer is named {peer}")
+    same_adapters(model)
+    return model.train()
+
+
+def peer_loss(model: Any, batch: Batch, unsloth: bool) -> Tensor:
+    """The mean loss by the stack's own training path; packed documents are told by their positions."""
+    given = {"input_ids": batch.ids.to(DEVICE), "labels": batch.labels.to(DEVICE)}
+    if batch.documents is not None and batch.positions is not None:
+        given["position_ids"] = batch.positions.to(DEVICE)
+        if unsloth:
+            given["packed_seq_lengths"] = torch.unique_consecutive(batch.documents[0], return_counts=True)[1].int()
+    loss: Tensor = model(**given).loss
+    return loss
+
+
+def train(peer: str, settings: dict[str, Any]) -> None:
+    model = peer_model(peer, settings)
+    made = batches(CONFIGS[settings["model"]]["vocab_size"], settings["batch"], settings["seq"], settings["documents"])
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    step = training_step(parameters, lambda: peer_loss(model, next(made), peer.startswith("unsloth")))
+    say(**timed_steps(step, settings["steps"], WARM), trained=sum(p.numel() for p in parameters))
+
+
 def main() -> None:
     what, peer, *rest = sys.argv[1:]
     try:
-        begin()
-        kernels(peer, rest)
+        if what == "train":
+            train(peer, json.loads(rest[0]))
+        else:
+            begin()
+            kernels(peer, rest)
     except Exception as problem:
         say(failed=reason(problem))
         sys.exit(1)

@@ -10,6 +10,7 @@ default stream cannot be captured.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
@@ -138,6 +139,46 @@ def product_rate(rows: int = ROWS, inner: int = HIDDEN, columns: int = INNER, ca
     """TFLOP/s of a 16-bit product [rows, inner] · [inner, columns]."""
     x, w = random(rows, inner), random(columns, inner)
     return 2 * rows * inner * columns / measure(lambda: x @ w.T, calls) / 1e9
+
+
+def timed_steps(step: Callable[[], Tensor], count: int, warm: int) -> dict[str, Any]:
+    """Run ``warm`` + ``count`` steps without waiting for the GPU in between, as a training loop may.
+
+    Returns the median milliseconds from the end of a step to the end of the next, the loss of every step (those of the
+    warm-up first), and the peaks in GiB from the first step on, what was there before included.
+    """
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    marks, losses = [], []
+    for _ in range(warm + count):
+        losses.append(step().detach().clone())
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+    torch.cuda.synchronize()
+    times = [marks[i - 1].elapsed_time(marks[i]) for i in range(max(1, warm), warm + count)]
+    return {
+        "ms": statistics.median(times),
+        "losses": [round(float(loss), 4) for loss in losses],
+        "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+    }
+
+
+def training_step(parameters: list[Tensor], loss: Callable[[], Tensor], lr: float = 1e-4) -> Callable[[], Tensor]:
+    """A whole step: loss, backward, clipping to norm 1, torch's fused AdamW; the same for everybody."""
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, fused=True)
+
+    def step() -> Tensor:
+        value = loss()
+        torch.autograd.backward(value)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return value
+
+    return step
 
 
 def elsewhere(*arguments: str, timeout: float = 900.0) -> Iterator[dict[str, Any]]:
