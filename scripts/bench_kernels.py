@@ -193,7 +193,7 @@ def rotary(bench: Bench) -> None:
 
 def quantised(bench: Bench) -> None:
     """A whole layer's weights, in the groups that a block dequantises together."""
-    if not (bench.wants("NF4 dequantise, a layer") or bench.wants("FP8 dequantise, quantise, a layer")):
+    if not any(bench.wants(f"{name}, a layer") for name in ("NF4 dequantise", "FP8 dequantise", "FP8 quantise")):
         return
     dense = [[random(*shape, scale=0.02) for shape in group] for group in GROUPS]
     flat = [w for group in dense for w in group]

@@ -218,7 +218,8 @@ def peer_loss(model: Any, batch: Batch, unsloth: bool) -> Tensor:
         given["position_ids"] = batch.positions.to(DEVICE)
         if unsloth:
             given["packed_seq_lengths"] = torch.unique_consecutive(batch.documents[0], return_counts=True)[1].int()
-    loss: Tensor = model(**given).loss
+    # With its cache on, transformers looks past the positions and lets documents see each other.
+    loss: Tensor = model(**given).loss if unsloth else model(**given, use_cache=False).loss
     return loss
 
 

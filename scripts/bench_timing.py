@@ -16,6 +16,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -188,6 +189,7 @@ def elsewhere(*arguments: str, timeout: float = 900.0) -> Iterator[dict[str, Any
     """
     command = [sys.executable, str(Path(__file__).with_name("bench_peers.py")), *arguments]
     quiet = {"UNSLOTH_DISABLE_STATISTICS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    quiet["UNSLOTH_COMPILE_LOCATION"] = str(Path(tempfile.gettempdir()) / "unsloth_compiled_cache")
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout, env=quiet | dict(os.environ), check=False
@@ -198,8 +200,11 @@ def elsewhere(*arguments: str, timeout: float = 900.0) -> Iterator[dict[str, Any
         out = out.decode() if isinstance(out, bytes) else out
     failed = False
     for line in out.splitlines():
-        if line.startswith("{"):
-            found = json.loads(line)
+        if line.startswith('{"'):
+            try:
+                found = json.loads(line)
+            except ValueError:  # somebody else's output
+                continue
             failed = failed or "row" not in found and "failed" in found
             yield found
     if code and not failed:

@@ -17,6 +17,7 @@ from typing import Any
 
 import bench_models
 import torch
+from bench_models import RANK, WARM
 from bench_timing import (
     DEVICE,
     begin,
@@ -28,7 +29,6 @@ from bench_timing import (
     timed_steps,
     training_step,
 )
-from bench_models import RANK, WARM
 from torch import Tensor
 
 import lorarun
@@ -111,7 +111,7 @@ def products(config: Any, tokens: int, compute: str) -> dict[str, float]:
         if compute == "fp8" and name != "head":
             calls = [_scaled(x, w), _scaled(dy, w.T.contiguous())]
         else:
-            calls = [lambda x=x, w=w: x @ w.T, lambda dy=dy, w=w: dy @ w]  # type: ignore[misc]
+            calls = [lambda x=x, w=w: x @ w.T, lambda dy=dy, w=w: dy @ w]
         found[name] = sum(measure(call, 8) for call in calls) * count * tokens / rows
         del x, dy, w, calls
     return found

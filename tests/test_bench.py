@@ -96,9 +96,12 @@ def test_models_have_their_published_size(scripts: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-7b", "qwen3-8b", "gemma-3-4b", "llama-3.2-1b"])
-def test_the_checkpoint_of_the_peers_has_the_same_weights_and_loss(scripts: Any, tmp_path: Path, name: str) -> None:
+def test_the_checkpoint_of_the_peers_has_the_same_weights_and_loss(
+    scripts: Any, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also in packed documents, and by transformers and PEFT as the peers' script calls them."""
     bench, peers = scripts("bench_models"), scripts("bench_peers")
+    monkeypatch.setattr(bench, "STD", 0.2)  # so that attention matters at this size
     config = small(bench, name)
     bench.write(config, tmp_path / "model", shard=1 << 16)
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
@@ -113,8 +116,9 @@ def test_the_checkpoint_of_the_peers_has_the_same_weights_and_loss(scripts: Any,
     assert a and all(torch.equal(a[p.split("layers.")[1]], q) for p, q in built.named_parameters() if "lora_A" in p)
     for documents in (None, 12):
         batch = next(bench.batches(256, 2, 24, documents))
-        got = peers.peer_loss(theirs, batch, unsloth=False)
-        assert abs(float(got) - float(lorarun.loss(built, batch))) < 0.02, documents
+        got, ours = peers.peer_loss(theirs, batch, unsloth=False), lorarun.loss(built, batch)
+        # bf16; documents that saw each other would be off by 0.03 (Gemma) to 0.5
+        assert abs(got.item() - ours.item()) < 0.015, documents
 
 
 @pytest.mark.parametrize("bits", [4, 8])
