@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--documents", type=int, help="pack documents of about so many tokens into one row")
     parser.add_argument("--policy", choices=POLICIES, default="auto")
     parser.add_argument("--compute", choices=("bf16", "fp8"), default="bf16")
+    parser.add_argument("--keep-dense", choices=("yes", "no"), help="16-bit copies of stored weights; else as planned")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--peers", default="", help=f"some of {','.join(PEERS)}; '-off': without checkpointing")
@@ -205,9 +207,15 @@ def profiled(step: Callable[[], Any]) -> list[tuple[str, float, float]]:
 
 def planned(model: Model, args: argparse.Namespace) -> dict[str, Any]:
     """Set the policy through the planner where there is one; what it predicts, in GiB."""
+    keep = None if args.keep_dense is None else args.keep_dense == "yes"
+    if keep and not hasattr(model, "keep_dense"):
+        raise ValueError("keep-dense=yes is not there yet")
     if hasattr(lorarun, "plan"):
         plan = lorarun.plan(model, args.batch * args.seq, policy=args.policy, compute=args.compute)
         print(plan)
+        if keep is not None and keep != model.keep_dense:
+            model.keep_dense = keep
+            return {}  # the prediction is for the other way
         return {
             name: float(value) / 2**30
             for name in ("allocated", "reserved")
@@ -219,6 +227,8 @@ def planned(model: Model, args: argparse.Namespace) -> dict[str, Any]:
         if not hasattr(model, "policies"):
             raise ValueError(f"policy={args.policy} is not there yet")
         model.policies = [args.policy] * len(model.model.layers)
+    if keep is not None and hasattr(model, "keep_dense"):
+        model.keep_dense = keep
     return {}
 
 
@@ -234,7 +244,8 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     step = training_step(parameters, lambda: lorarun.loss(model, next(batches)))
     found = timed_steps(step, args.steps, WARM)
     found["predicted_gib"] = predicted
-    found["policies"] = sorted(set(getattr(model, "policies", []))) or ["keep"]
+    found["policies"] = dict(Counter(getattr(model, "policies", [])))
+    found["operations"] = lorarun.report(model).to_dict()["operations"]
     found["trained"] = sum(p.numel() for p in parameters)
     try:
         found["breakdown"] = breakdown(profiled(step), found["ms"])
@@ -285,6 +296,9 @@ def table(own: dict[str, Any], peers: dict[str, dict[str, Any]], tokens: int) ->
     lines += [line(name, found, tokens, ms) for name, found in peers.items()]
     if predicted := own.get("predicted_gib"):
         lines.append("predicted GiB: " + ", ".join(f"{name} {value:.2f}" for name, value in predicted.items()))
+    if policies := own.get("policies"):
+        lines.append("blocks: " + ", ".join(f"{count} {name}" for name, count in policies.items()))
+    lines += [f"{name}: {value}" for name, value in own.get("operations", {}).items()]
     parts, best = own.get("breakdown", {}), own.get("floor", {})
     if "failed" in parts:
         lines.append(f"no breakdown: {parts['failed']}")

@@ -203,3 +203,38 @@ def test_table_and_json_survive_whatever_failed(scripts: Any, monkeypatch: pytes
     assert "ZeroDivisionError" in json.loads(capsys.readouterr().out.splitlines()[-1])["lorarun"]["failed"]
     with pytest.raises(SystemExit, match="nobody"):
         train.main(bench.parser().parse_args(["train", "llama-3.1-8b", "--peers", "nobody"]))
+
+
+@pytest.mark.parametrize("documents", [None, 12])
+def test_both_sides_train_on_the_same_and_fall_alike(
+    scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, documents: int | None
+) -> None:
+    """A whole run of ours, its ceiling, and a whole run of transformers with PEFT, with the clock taken out."""
+    train, models, peers = scripts("bench_train"), scripts("bench_models"), scripts("bench_peers")
+    config = small(models, "llama-3.1-8b")
+    models.write(config, tmp_path / "model")
+    monkeypatch.setitem(models.CONFIGS, "llama-3.1-8b", config)
+
+    def steps(step: Any, count: int, warm: int) -> dict[str, Any]:
+        return {"ms": 1.0, "losses": [float(step().detach()) for _ in range(count + warm)]}
+
+    for module in (train, peers):
+        monkeypatch.setattr(module, "timed_steps", steps)
+    monkeypatch.setattr(train, "profiled", lambda step: [("gemm", 0.0, 1.0)])
+    monkeypatch.setattr(train, "measure", lambda call, calls: (call(), 1.0)[1])
+    monkeypatch.setattr(train, "copy_rate", lambda: 4.0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    words = ["train", "llama-3.1-8b", "--bits", "16", "--batch", "2", "--seq", "24", "--steps", "8"]
+    args = scripts("bench").parser().parse_args(words + ([] if documents is None else ["--documents", str(documents)]))
+    own = train.ours(args)
+    settings = {name: vars(args)[name] for name in ("model", "bits", "batch", "seq", "documents", "steps", "dropout")}
+    peers.train("hf-off", {**settings, "folder": str(tmp_path / "model")})
+    theirs = json.loads([line for line in capsys.readouterr().out.splitlines() if line.startswith('{"')][-1])
+    assert own["trained"] == theirs["trained"] == 2 * 16 * (4 * 64 + 64 + 32 + 32 + 64 + 2 * 192 + 192)
+    assert own["breakdown"]["kernels"] == 1 and own["operations"]
+    gaps = [abs(one - other) for one, other in zip(own["losses"], theirs["losses"], strict=True)]
+    assert max(gaps) < 0.001 < 0.005 < own["losses"][0] - own["losses"][8], gaps  # the same batch, two rounds later
+
+    batch = next(models.batches(256, 2, 24, documents))
+    parts = train.floor(models.on_meta(config).config, batch, 4, "bf16", own["trained"])
+    assert parts["ms"] == pytest.approx(sum(parts[name] for name in train.CLASSES)) and parts["GEMM"] == 4 * 2 * 2 + 2
