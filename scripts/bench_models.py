@@ -32,7 +32,7 @@ from lorarun.quant.store import FP8Store, NF4Store, Store
 
 LARGE = 20_000_000_000
 STD = 0.02
-RANK, WARM = 16, 4  # of the adapters; steps before those that are timed, each of the four batches once
+RANK = 16  # of the adapters
 ROPE = {"rope_type": "default", "rope_theta": 500_000.0}
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -238,6 +238,11 @@ def _tokenizer(size: int, folder: Path) -> None:
 def checkpoint(name: str) -> Path:
     """Where the checkpoint of a model lies between runs."""
     return Path(tempfile.gettempdir()) / "lorarun-bench" / name
+
+
+def warm_up(batch: int, seq: int) -> int:
+    """How many steps come before those that are timed: each of the four batches once, unless that takes minutes."""
+    return 4 if batch * seq <= 65_536 else 1
 
 
 def batches(vocab: int, batch: int, seq: int, documents: int | None = None, count: int = 4) -> Iterator[Batch]:

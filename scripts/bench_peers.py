@@ -21,7 +21,7 @@ if any(word.startswith("unsloth") for word in sys.argv[2:3]):
     import unsloth  # noqa: F401  # before torch and transformers are used, as it asks for
 
 import torch
-from bench_models import CONFIGS, RANK, WARM, batches, same_adapters
+from bench_models import CONFIGS, RANK, batches, same_adapters, warm_up
 from bench_timing import (
     DEVICE,
     DIM,
@@ -228,7 +228,8 @@ def train(peer: str, settings: dict[str, Any]) -> None:
     made = batches(CONFIGS[settings["model"]]["vocab_size"], settings["batch"], settings["seq"], settings["documents"])
     parameters = [p for p in model.parameters() if p.requires_grad]
     step = training_step(parameters, lambda: peer_loss(model, next(made), peer.startswith("unsloth")))
-    say(**timed_steps(step, settings["steps"], WARM), trained=sum(p.numel() for p in parameters))
+    found = timed_steps(step, settings["steps"], warm_up(settings["batch"], settings["seq"]))
+    say(**found, trained=sum(p.numel() for p in parameters))
 
 
 def main() -> None:

@@ -182,7 +182,7 @@ def training_step(parameters: list[Tensor], loss: Callable[[], Tensor], lr: floa
     return step
 
 
-def elsewhere(*arguments: str, timeout: float = 900.0) -> Iterator[dict[str, Any]]:
+def elsewhere(*arguments: str, timeout: float = 240.0) -> Iterator[dict[str, Any]]:
     """What bench_peers.py prints, a JSON object a line, in a process of its own: some peers patch torch on import.
 
     The last object has ``failed`` when it did not end well.

@@ -18,7 +18,7 @@ from typing import Any
 
 import bench_models
 import torch
-from bench_models import RANK, WARM
+from bench_models import RANK, warm_up
 from bench_timing import (
     DEVICE,
     begin,
@@ -40,7 +40,7 @@ POLICIES = ("auto", "keep", "no_gate_up", "selective", "recompute", "offload")
 PEERS = ("hf", "hf-off", "liger", "liger-off", "unsloth", "unsloth-off")
 # By what a kernel's name contains, the first that fits.
 CLASSES = {
-    "attention": ("flash", "fmha", "sdpa", "attention", "_forward_kernel", "_dq_kernel", "_dkv_kernel"),
+    "attention": ("flash", "fmha", "sdpa", "cudnn", "attention", "_forward_kernel", "_dq_kernel", "_dkv_kernel"),
     "GEMM": ("gemm", "nvjet", "cutlass", "xmma", "matmul", "_scaled_mm", "cublas", "splitkreduce"),
     "memory-bound": ("",),
 }
@@ -242,7 +242,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     parameters = list(lorarun.lora_parameters(model))
     model.train()
     step = training_step(parameters, lambda: lorarun.loss(model, next(batches)))
-    found = timed_steps(step, args.steps, WARM)
+    found = timed_steps(step, args.steps, warm_up(args.batch, args.seq))
     found["predicted_gib"] = predicted
     found["policies"] = dict(Counter(getattr(model, "policies", [])))
     found["operations"] = lorarun.report(model).to_dict()["operations"]
@@ -268,7 +268,7 @@ def theirs(args: argparse.Namespace, peers: list[str]) -> dict[str, dict[str, An
     }
     found = {}
     for peer in peers:
-        said = list(elsewhere("train", peer, json.dumps({**settings, "folder": str(folder)}), timeout=500.0))
+        said = list(elsewhere("train", peer, json.dumps({**settings, "folder": str(folder)}), timeout=420.0))
         found[peer] = said[-1] if said else {"failed": "it said nothing"}
         print(line(peer, found[peer], args.batch * args.seq), flush=True)
     return found
@@ -340,7 +340,10 @@ def main(args: argparse.Namespace) -> int:
         own["floor"] = floor(config, batch, args.bits, args.compute, own.get("trained", 0))
     except Exception as problem:
         own["floor"] = {"failed": reason(problem)}
-    found = theirs(args, peers)
+    try:
+        found = theirs(args, peers)
+    except Exception as problem:  # such as no room for their checkpoint
+        found = {peer: {"failed": reason(problem)} for peer in peers}
     print(table(own, found, tokens))
     facts = {"work": vars(args), "lorarun": own, "peers": found}
     print(json.dumps(facts))
