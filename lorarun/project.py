@@ -197,11 +197,10 @@ class _GatedMLP(torch.autograd.Function):
         if u_down is not None:
             du_down, (grads[5],) = lora_grad(rows, u_down, [down])
         da = ctx.frozen[1].mm_t(rows)
-        dgu, du, grads[4], grads[1], grads[3] = adapted_backward(
-            da, gu, u, gate, up, ctx.act, du_down, down, ctx.drops[1]
-        )  # fmt: skip
+        dgu, grads[4] = adapted_backward(da, gu, u, gate, up, ctx.act, du_down, down, ctx.drops[1])
         dh, needs_dh = None, ctx.needs_input_grad[4]
-        if du is not None:
+        if u is not None:
+            du, grads[1:4:2] = lora_grad(dgu, u, [gate, up])
             dh, grads[0:4:2] = lora_input_grad(h, du, [gate, up], ctx.drops[0], needs_dh)
         if needs_dh:
             dh = ctx.frozen[0].mm_t(dgu, dh)

@@ -173,7 +173,7 @@ def rotary(bench: Bench) -> None:
     q, k, _ = (part.unflatten(-1, (-1, DIM)) for part in qkv.split([HEADS * DIM, KV * DIM, KV * DIM], dim=-1))
     angles = torch.rand(1, ROWS, DIM // 2, device=DEVICE) * 50
     cos, sin, heads = angles.cos(), angles.sin(), random(DIM)
-    moved = 2 * (q.numel() + k.numel()) * 2 / 1e9
+    moved, tables = 2 * (q.numel() + k.numel()) * 2 / 1e9, 2 * angles.nbytes / 1e9
     grads = rope._launch(q, k, None, cos, sin, None, None, 1e-6, False)
 
     def exact(weight: Tensor | None, backward: bool) -> Any:
@@ -187,7 +187,8 @@ def rotary(bench: Bench) -> None:
             bench.add(
                 f"{name} {way}",
                 lambda weight=weight, given=given: rope._launch(q, k, given, cos, sin, weight, weight, 1e-6, False),
-                lambda weight=weight, given=given: exact(weight, given is not None), 1e-2, moved * times, least=0.85,
+                lambda weight=weight, given=given: exact(weight, given is not None), 1e-2,
+                moved * times + tables, least=0.85,
             )  # fmt: skip
 
 
@@ -309,7 +310,8 @@ def adapters(bench: Bench) -> None:
             groups[i].mm_t(grads[i], dx)
         du_down, _ = lora.lora_grad(grads[3], u_down, branches[3])
         da = groups[3].mm_t(grads[3])
-        dgu, du, *_ = gated.adapted_backward(da, gu, u, *branches[2], "silu", du_down, branches[3][0])
+        dgu, _ = gated.adapted_backward(da, gu, u, *branches[2], "silu", du_down, branches[3][0])
+        du, _ = lora.lora_grad(dgu, u, branches[2])
         dx, _ = lora.lora_input_grad(inputs[2], du, branches[2])
         groups[2].mm_t(dgu, dx)
 

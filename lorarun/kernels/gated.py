@@ -7,9 +7,10 @@ Gate and up may be the halves of one product [rows, 2·inner], which is how ``ga
 any row stride.  Backward saves gate and up and computes the activation again.
 
 For ``gated_mlp`` the adapters of gate and up are finished here (``adapted_forward``), and so are the part of the
-gradient that comes through the down projection's adapter, that adapter's dA, and dB and du of gate and up
-(``adapted_backward``): each would be a pass of its own over the widest tensors of the model, and is a small product on
-a tile that is in registers anyway.
+gradient that comes through the down projection's adapter and that adapter's dA (``adapted_backward``): each would be
+a pass of its own over the widest tensors of the model, and is a small product on a tile that is in registers anyway.
+dB and du of gate and up are left to ``lora_grad``: made here as well they took 1.09 ms instead of 0.63, for want of
+registers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from lorarun.kernels.backend import runs_triton, tl, triton
 from lorarun.kernels.dropout import Dropout, kept, masking
-from lorarun.kernels.lora import Branch, gather, row_groups, tile
+from lorarun.kernels.lora import Branch, row_groups, tile
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -33,7 +34,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": _gelu_tanh}
 BLOCK = 1024
-FORWARD, BACKWARD = (32, 64, 4, 2, 16), (16, 64, 4, 3, 16)  # tiles of the adapted kernels, as in lora.py
+FORWARD, BACKWARD = (32, 64, 4, 2, 32), (16, 64, 4, 3, 16)  # tiles of the adapted kernels, as in lora.py
 
 
 def gated_reference(gate: Tensor, up: Tensor, act: str) -> Tensor:
@@ -117,19 +118,13 @@ def _adapter_columns(p_b, o_n, m_n, r, dtype: tl.constexpr, WIDTH: tl.constexpr)
 
 
 @triton.jit
-def _low(p_u, o_m, m_m, SLOT: tl.constexpr, WIDTH: tl.constexpr):
-    """A slot of u, of gate or up, for a block of rows: [BLOCK_M, WIDTH]."""
-    o_u = o_m[:, None] * (2 * WIDTH) + SLOT * WIDTH + tl.arange(0, WIDTH)[None, :]
-    return tl.load(p_u + o_u, mask=m_m[:, None], other=0.0)
-
-
-@triton.jit
 def _adapted(p_x, p_u, o_x, o_m, m_m, mask, b_b, scale, SLOT: tl.constexpr, WIDTH: tl.constexpr, IEEE: tl.constexpr):
     """A tile of a product in fp32, its adapter's term added and rounded as a product of its own would be."""
     b_x = tl.load(p_x + o_x, mask=mask, other=0.0).to(tl.float32)
     if WIDTH > 0:
         precision: tl.constexpr = "ieee" if IEEE else "tf32"
-        b_l = _low(p_u, o_m, m_m, SLOT, WIDTH)
+        o_u = o_m[:, None] * (2 * WIDTH) + SLOT * WIDTH + tl.arange(0, WIDTH)[None, :]
+        b_l = tl.load(p_u + o_u, mask=m_m[:, None], other=0.0)
         b_x = (b_x + tl.dot(b_l, b_b, input_precision=precision) * scale).to(p_x.dtype.element_ty).to(tl.float32)
     return b_x
 
@@ -161,13 +156,12 @@ def _adapted_forward(
 
 @triton.jit(do_not_specialize=["r_g", "r_u", "r_d", "seed", "stream", "cut"])
 def _adapted_backward(
-    p_da, p_gu, p_u, p_bg, p_bu, p_dud, p_ad, p_dgu, p_dad, p_du, p_db,
-    rows, inner, stride, group, r_g, r_u, r_d, s_g, s_u, seed, stream, cut, keep,
+    p_da, p_gu, p_u, p_bg, p_bu, p_dud, p_ad, p_dgu, p_dad, rows, inner, stride, group, r_g, r_u, r_d, s_g, s_u,
+    seed, stream, cut, keep,
     ACT: tl.constexpr, WIDTH: tl.constexpr, DOWN: tl.constexpr, DROP: tl.constexpr, IEEE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns over a group of rows: d gate, d up, the block's part of du, and the group's of dA of the down
-    projection and dB of gate and up."""
+    """A block of columns over a group of rows: d gate, d up, and the group's part of dA of the down projection."""
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     dtype: tl.constexpr = p_gu.dtype.element_ty
     column = tl.program_id(0) * BLOCK_N
@@ -182,11 +176,6 @@ def _adapted_backward(
     if WIDTH > 0:
         b_bg = _adapter_columns(p_bg, o_n, m_n, r_g, dtype, WIDTH)
         b_bu = _adapter_columns(p_bu, o_n, m_n, r_u, dtype, WIDTH)
-        o_r = tl.arange(0, WIDTH)
-        b_dbg = tl.zeros([BLOCK_N, WIDTH], tl.float32)
-        b_dbu = tl.zeros([BLOCK_N, WIDTH], tl.float32)
-        p_dug = p_du + tl.program_id(0).to(tl.int64) * rows * WIDTH
-        p_duu = p_dug + tl.num_programs(0).to(tl.int64) * rows * WIDTH
     for at in range(0, group, BLOCK_M):
         o_m = tl.program_id(1).to(tl.int64) * group + at + tl.arange(0, BLOCK_M)
         m_m = o_m < rows
@@ -208,22 +197,8 @@ def _adapted_backward(
             b_da = (b_da + b_more).to(dtype).to(tl.float32)
             b_sum = tl.dot(tl.trans(b_dud), b_y, b_sum, input_precision=precision)
         o_dgu = o_m[:, None] * (2 * inner) + o_n[None, :]
-        b_dg = (b_da * b_u * b_slope).to(dtype)
-        b_du = (b_da * b_a).to(dtype)
-        tl.store(p_dgu + o_dgu, b_dg, mask=mask)
-        tl.store(p_dgu + o_dgu + inner, b_du, mask=mask)
-        if WIDTH > 0:
-            o_du = o_m[:, None] * WIDTH + o_r[None, :]
-            b_low = tl.dot(b_dg, tl.trans(b_bg), input_precision=precision) * s_g
-            tl.store(p_dug + o_du, b_low, mask=m_m[:, None])
-            b_low = tl.dot(b_du, tl.trans(b_bu), input_precision=precision) * s_u
-            tl.store(p_duu + o_du, b_low, mask=m_m[:, None])
-            b_dbg = tl.dot(tl.trans(b_dg), _low(p_u, o_m, m_m, 0, WIDTH), b_dbg, input_precision=precision)
-            b_dbu = tl.dot(tl.trans(b_du), _low(p_u, o_m, m_m, 1, WIDTH), b_dbu, input_precision=precision)
-    if WIDTH > 0:
-        o_db = (tl.program_id(1).to(tl.int64) * (2 * inner) + o_n[:, None]) * WIDTH + o_r[None, :]
-        tl.store(p_db + o_db, b_dbg * s_g, mask=m_n[:, None])
-        tl.store(p_db + o_db + inner * WIDTH, b_dbu * s_u, mask=m_n[:, None])
+        tl.store(p_dgu + o_dgu, (b_da * b_u * b_slope).to(dtype), mask=mask)
+        tl.store(p_dgu + o_dgu + inner, (b_da * b_a).to(dtype), mask=mask)
     if DOWN > 0:
         o_sum = (tl.program_id(1).to(tl.int64) * DOWN + o_d[:, None]) * inner + o_n[None, :]
         tl.store(p_dad + o_sum, b_sum, mask=m_n[None, :])
@@ -257,9 +232,8 @@ def _borrowed(gate: Branch, up: Branch) -> list[Tensor]:
 def adapted_backward(
     da: Tensor, gu: Tensor, u: Tensor | None, gate: Branch, up: Branch, act: str,
     du_down: Tensor | None = None, down: Branch | None = None, drop: Dropout | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """d gate | d up side by side [rows, 2·inner]; du of both [rows, 2·width]; in fp32 dA of the down projection, dB of
-    gate and of up.
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """d gate | d up side by side, [rows, 2·inner], and dA of the down projection in fp32.
 
     da [rows, inner] is the gradient through the down projection's frozen weight; du_down [rows, width] comes from
     ``lora_grad`` of its adapter, whose input dropout is ``drop``.  Gate, up and their activation are computed again.
@@ -270,25 +244,14 @@ def adapted_backward(
     slot_down = 0 if du_down is None else du_down.shape[1]
     block_m, block_n, warps, stages, groups = tile(BACKWARD, max(16, width, slot_down), gu)
     group, groups = row_groups(rows, block_m, groups)
-    blocks = triton.cdiv(inner, block_n)
-    dads, dbs, parts = (
-        torch.empty(shape, dtype=torch.float32, device=gu.device)
-        for shape in ((groups, slot_down, inner), (groups, 2 * inner, width), (2 * blocks, rows, width))
-    )
-    _adapted_backward[(blocks, groups)](
-        da, gu, u, *pointers, du_down, None if down is None else down.a, dgu, dads, parts, dbs,
-        rows, inner, gu.stride(0), group, gate.rank, up.rank, 0 if down is None else down.rank, gate.scale, up.scale,
-        *masking(drop), ACT=act, WIDTH=width, DOWN=slot_down, DROP=drop is not None, IEEE=gu.dtype == torch.float32,
+    sums = torch.empty((groups, slot_down, inner), dtype=torch.float32, device=gu.device)
+    _adapted_backward[(triton.cdiv(inner, block_n), groups)](
+        da, gu, u, *pointers, du_down, None if down is None else down.a, dgu, sums, rows, inner, gu.stride(0), group,
+        gate.rank, up.rank, 0 if down is None else down.rank, gate.scale, up.scale, *masking(drop),
+        ACT=act, WIDTH=width, DOWN=slot_down, DROP=drop is not None, IEEE=gu.dtype == torch.float32,
         BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    du, dbg, dbu = None, None, None
-    if width:
-        du = gather(parts, (blocks, blocks), gu.dtype)
-        dbg, dbu = (
-            None if branch.b is None else db[:, : branch.rank]
-            for branch, db in zip((gate, up), dbs.sum(0).split(inner), strict=True)
-        )
-    return dgu, du, None if down is None or not slot_down else dads.sum(0)[: down.rank], dbg, dbu
+    return dgu, None if down is None or not slot_down else sums.sum(0)[: down.rank]
 
 
 class _Gated(torch.autograd.Function):

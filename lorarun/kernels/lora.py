@@ -280,11 +280,12 @@ def lora_down(x: Tensor, branches: Sequence[Branch], drop: Dropout | None = None
         return u
     u = torch.empty((len(x), n * width), dtype=x.dtype, device=x.device)
     a, _, ranks, _, _ = _triples(branches)
-    block_m, block_k, warps, stages, _ = tile(DOWN, width, x)
+    every = triton.next_power_of_2(n * width)
+    block_m, block_k, warps, stages, _ = tile(DOWN, max(16, every // 2), x)
     if len(x):
         _down[(triton.cdiv(len(x), block_m),)](
             x, *a, u, *x.shape, x.stride(0), *ranks, *masking(drop),
-            N=n, WIDTH=width, ALL=triton.next_power_of_2(n * width), DROP=drop is not None,
+            N=n, WIDTH=width, ALL=every, DROP=drop is not None,
             IEEE=x.dtype == torch.float32, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return u
@@ -336,25 +337,19 @@ def lora_grad(dy: Tensor, u: Tensor, branches: Sequence[Branch]) -> tuple[Tensor
     group, groups = row_groups(rows, block_m, groups)
     parts = torch.empty((sum(counts), rows, width), dtype=torch.float32, device=dy.device)
     sums = torch.empty((groups, total, width), dtype=torch.float32, device=dy.device)
+    du = torch.empty((rows, n * width), dtype=dy.dtype, device=dy.device)
     _grad[(sum(counts), groups)](
         dy, u, *b, parts, sums, rows, dy.stride(0), total, group, *sizes, *ranks, *scales,
         N=n, WIDTH=width, IEEE=dy.dtype == torch.float32, BLOCK_M=block_m, BLOCK_N=block_n,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    columns = sums.sum(0).split(sizes[:n])
-    return gather(parts, counts[:n], dy.dtype), [None if br.b is None else db[:, : br.rank] for br, db in zip(branches, columns, strict=True)]
-
-
-def gather(parts: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """du [rows, n · width] from the parts [Σ counts, rows, width] that the blocks of columns of each output gave."""
-    _, rows, width = parts.shape
-    n, size = len(counts), rows * width
-    du = torch.empty((rows, n * width), dtype=dtype, device=parts.device)
     if rows:
+        size = rows * width
         _gather[(triton.cdiv(size, 128), n)](
-            parts, du, size, *[*counts, 0, 0][:3], N=n, WIDTH=width, PARTS=8, BLOCK=128, num_warps=4
+            parts, du, size, *counts, N=n, WIDTH=width, PARTS=8, BLOCK=128, num_warps=4
         )
-    return du
+    columns = sums.sum(0).split(sizes[:n])
+    return du, [None if br.b is None else db[:, : br.rank] for br, db in zip(branches, columns, strict=True)]
 
 
 def lora_input_grad(

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from lorarun.kernels.backend import runs_triton, tl, triton
 from lorarun.kernels.rms_norm import rms_norm_reference
 
-TOKENS, HEADS, WARPS = 1, 8, 1  # that one program handles
+TOKENS, HEADS, WARPS = 4, 4, 4  # that one program handles
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def rope(
 
     q [batch, seq, heads, head_dim], k [batch, seq, kv_heads, head_dim]; cos, sin [batch or 1, seq, head_dim / 2] fp32;
     q_weight, k_weight [head_dim] are the scales of an RMSNorm over each head.  Returns both in their own dtype and
-    shape, contiguous.  Bytes moved: q and k read and written once, in each direction.  Weights that are trained take
+    shape, contiguous.  Bytes moved: q and k read and written once and the tables read, in each direction.  Weights that are trained take
     the reference.
     """
     trained = q_weight is not None and (q_weight.requires_grad or (k_weight is not None and k_weight.requires_grad))
