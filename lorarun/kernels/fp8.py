@@ -8,8 +8,8 @@ of 128 × 128, the last ones of a row or column partial.
 Codes are taken apart with integer operations instead of the GPU's conversions: e4m3 is the top of an fp32 with another
 exponent bias, so that decoding is a shift and a multiplication by 2¹²⁰.  A kernel bound by memory has the instructions
 to spare, and the bits are the same on every GPU and under the interpreter.  Encoding uses the GPU's conversion where it
-has one (it is a fifth faster), and elsewhere rounds by adding, to the same bits.  Decoding takes up to three weights side by side in one launch; the
-product with the scale is rounded once, to the dtype asked for.
+has one (it is a fifth faster), and elsewhere rounds by adding, to the same bits.  Decoding takes up to three weights
+side by side in one launch; the product with the scale is rounded once, to the dtype asked for.
 """
 
 from __future__ import annotations

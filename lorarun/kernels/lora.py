@@ -5,9 +5,9 @@
 A frozen product is bound by arithmetic, everything here by memory, so what counts is how often an activation is read.
 x is read once for all of its projections (``lora_down``), a gradient dy once for both duᵢ and dBᵢ (``lora_grad``),
 and x once more for dAᵢ (``lora_input_grad``), which writes the adapters' part of dx on the way: the frozen product is
-then added to it, which costs that product nothing, where adding the other way round would read and write dx again.  A and B are read in their own dtype,
-fp32 as a rule, and cast in registers: no 16-bit copies exist that could be stale.  dA and dB are summed in fp32 over
-row groups, and the groups in a fixed order: no atomics, the same bits every time.
+then added to it, which costs that product nothing, where adding the other way round would read and write dx again.  A
+and B are read in their own dtype, fp32 as a rule, and cast in registers: no 16-bit copies exist that could be stale.
+dA and dB are summed in fp32 over row groups, and the groups in a fixed order: no atomics, the same bits every time.
 
 Several adapters stand side by side in u and du, [rows, n · width]: each has a slot of ``width`` columns, its rank
 rounded up to what the tensor cores take; the columns beyond a rank are zero.
@@ -172,27 +172,34 @@ def _grad(
     tl.store(p_db + o_db, b_db * s, mask=m_n[:, None])
 
 
-@triton.jit(do_not_specialize=["c0", "c1", "c2"])
+@triton.jit(do_not_specialize=["c0", "c1", "c2", "groups"])
 def _gather(
-    p_du, p_out, size, c0, c1, c2, N: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+    p_parts, p_sums, p_du, p_db, size, size_db, c0, c1, c2, groups,
+    N: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the column blocks' parts of du, in their order: slot ``program_id(1)`` of the output."""
+    """Sum in their order the column blocks' parts of du, a slot for each ``program_id(1)``, and the last of those the
+    row groups' parts of dB."""
     which = tl.program_id(1)
-    begin, count = c0 * 0, c0
+    p_in, begin, count = p_parts, c0 * 0, c0
     if which == 1:
         begin, count = c0, c1
     if which == 2:
         begin, count = c0 + c1, c2
-    o_e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # of [rows, WIDTH]
+    if which == N:
+        p_in, size, begin, count = p_sums, size_db, groups * 0, groups
+    o_e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # of [rows, WIDTH], or of dB
     o_p = tl.arange(0, PARTS)
     m_e = o_e < size
     b_sum = tl.zeros([BLOCK], tl.float32)
     for at in range(begin, begin + count, PARTS):
         o_i = at + o_p
         mask = (o_i < begin + count)[:, None] & m_e[None, :]
-        b_sum += tl.sum(tl.load(p_du + o_i.to(tl.int64)[:, None] * size + o_e[None, :], mask=mask, other=0.0), axis=0)
-    o_out = (o_e // WIDTH) * (N * WIDTH) + which * WIDTH + o_e % WIDTH
-    tl.store(p_out + o_out, b_sum.to(p_out.dtype.element_ty), mask=m_e)
+        b_sum += tl.sum(tl.load(p_in + o_i.to(tl.int64)[:, None] * size + o_e[None, :], mask=mask, other=0.0), axis=0)
+    if which == N:
+        tl.store(p_db + o_e, b_sum, mask=m_e)
+    else:
+        o_out = (o_e // WIDTH) * (N * WIDTH) + which * WIDTH + o_e % WIDTH
+        tl.store(p_du + o_out, b_sum.to(p_du.dtype.element_ty), mask=m_e)
 
 
 @triton.jit(do_not_specialize=["r0", "r1", "r2", "seed", "stream", "cut"])
@@ -343,13 +350,13 @@ def lora_grad(dy: Tensor, u: Tensor, branches: Sequence[Branch]) -> tuple[Tensor
         N=n, WIDTH=width, IEEE=dy.dtype == torch.float32, BLOCK_M=block_m, BLOCK_N=block_n,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    if rows:
-        size = rows * width
-        _gather[(triton.cdiv(size, 128), n)](
-            parts, du, size, *counts, N=n, WIDTH=width, PARTS=8, BLOCK=128, num_warps=4
-        )
-    columns = sums.sum(0).split(sizes[:n])
-    return du, [None if br.b is None else db[:, : br.rank] for br, db in zip(branches, columns, strict=True)]
+    db = torch.empty((total, width), dtype=torch.float32, device=dy.device)
+    _gather[(triton.cdiv(width * max(rows, total), 128), n + 1)](
+        parts, sums, du, db, rows * width, total * width, *counts, groups,
+        N=n, WIDTH=width, PARTS=8, BLOCK=128, num_warps=4,
+    )  # fmt: skip
+    columns = db.split(sizes[:n])
+    return du, [None if br.b is None else part[:, : br.rank] for br, part in zip(branches, columns, strict=True)]
 
 
 def lora_input_grad(

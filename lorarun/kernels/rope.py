@@ -50,7 +50,7 @@ def _rope(
     NORM: tl.constexpr, PLUS_ONE: tl.constexpr, BACKWARD: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """A group of heads of some tokens.  Forward reads q or k; backward their gradients, and with NORM q or k as well."""
+    """Some heads of some tokens.  Forward reads q or k; backward their gradients, and with NORM q or k as well."""
     o_r, group = tl.arange(0, TOKENS * HEADS), tl.program_id(1)
     token = tl.program_id(0).to(tl.int64) * TOKENS + o_r // HEADS
     b, t = token // seq, token % seq
@@ -174,8 +174,8 @@ def rope(
 
     q [batch, seq, heads, head_dim], k [batch, seq, kv_heads, head_dim]; cos, sin [batch or 1, seq, head_dim / 2] fp32;
     q_weight, k_weight [head_dim] are the scales of an RMSNorm over each head.  Returns both in their own dtype and
-    shape, contiguous.  Bytes moved: q and k read and written once and the tables read, in each direction.  Weights that are trained take
-    the reference.
+    shape, contiguous.  Bytes moved: q and k read and written once and the tables read, in each direction.  Weights that
+    are trained take the reference.
     """
     trained = q_weight is not None and (q_weight.requires_grad or (k_weight is not None and k_weight.requires_grad))
     if not runs_triton(q) or q.dtype == torch.float64 or trained:
