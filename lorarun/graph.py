@@ -35,7 +35,7 @@ from torch.autograd.function import once_differentiable
 
 from lorarun.kernels.backend import runs_triton, why
 from lorarun.kernels.cross_entropy import IGNORE
-from lorarun.nn import Factor, Linear, Model
+from lorarun.nn import Linear, Model
 
 GRAPHS = 8  # held at a time; they share one pool, which takes what the largest needs
 SIGHTINGS = 2  # a step is captured when its key comes up for this time: the first compiles kernels and fills caches
@@ -152,8 +152,8 @@ def unpack(flat: Tensor, shape: Shape) -> tuple[Inputs, Tensor]:
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on ``device``; from the CPU to an accelerator by way of pinned memory, which nobody waits for."""
     if tensor.device.type == "cpu" and device.type not in ("cpu", "meta"):
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 # --- what a step depends on ------------------------------------------------------------------------------------------
@@ -173,12 +173,14 @@ class Look(NamedTuple):
 
 
 def look(model: Model) -> Look:
-    """Walk over a model, which takes a third of a millisecond for each thousand modules."""
+    """Walk over a model: some microseconds a projection, since it is done at every step.
+
+    Below a projection only its weight and its adapters' matrices are looked at, which never call anything.
+    """
     structure: list[Any] = []
     state: list[Any] = []
     learning: list[nn.Module] = []
-    dtypes = set()
-    obstacle = None
+    obstacle, live = None, False
     stack: list[nn.Module] = [model]
     while stack:
         module = stack.pop()
@@ -193,28 +195,42 @@ def look(model: Model) -> Look:
             obstacle = f"a {kind.__name__} is none of lorarun's modules"
         structure.append(kind)
         for parameter in own["_parameters"].values():
-            if parameter is None:
-                continue
-            structure.append(parameter.data_ptr())
-            if kind is not Factor:
-                structure.append(parameter._version)  # of which there may be a copy in another format
+            if parameter is not None:
+                structure += parameter.data_ptr(), parameter._version
                 obstacle = "a base weight is trained" if parameter.requires_grad else obstacle
-            elif parameter.requires_grad:
-                learning.append(module)
-                dtypes.add(parameter.dtype)
-                state.append(len(structure))
-        if kind is Linear and own["adapters"]:
-            adapter = own["adapters"].get(own["active"])
-            state.append((own["active"], own["training"], own["merged"] is None))
-            state.append(None if adapter is None else (adapter.scale, adapter.dropout, adapter.stream))
-        elif "dense" in own and own["dense"] is not None:  # a store and its 16-bit copy
-            structure.append(own["dense"][1].data_ptr())
-        stack.extend(child for child in own["_modules"].values() if child is not None)
-    if obstacle is None and not learning:
+        if kind is not Linear:
+            stack.extend(child for child in own["_modules"].values() if child is not None)
+        elif own["_modules"]:
+            live |= _look_below(own, structure, state, learning)
+    if obstacle is None and not (learning and live):
         obstacle = "no adapter is trained"
-    if obstacle is None and len(dtypes) > 1:
-        obstacle = "adapter matrices of several dtypes"
-    return Look(obstacle, tuple(structure), tuple(state), learning)
+    found = Look(obstacle, tuple(structure), tuple(state), learning)
+    if obstacle is None and len({parameter.dtype for parameter in found.parameters}) > 1:
+        return found._replace(obstacle="adapter matrices of several dtypes")
+    return found
+
+
+def _look_below(own: dict[str, Any], structure: list[Any], state: list[Any], learning: list[nn.Module]) -> bool:
+    """Add a projection's store and adapters; whether one of these runs."""
+    children = own["_modules"]
+    if (store := children.get("weight")) is not None:
+        codes = store.__dict__["_parameters"]["codes"]
+        structure += codes.data_ptr(), codes._version, type(store)  # of an edited one there may be a stale copy
+        if store.dense is not None:
+            structure.append(store.dense[1].data_ptr())
+    if not own["adapters"]:
+        return False
+    for side in ("lora_A", "lora_B"):
+        for factor in children[side].__dict__["_modules"].values():
+            matrix = factor.__dict__["_parameters"]["weight"]
+            structure.append(matrix.data_ptr())
+            if matrix.requires_grad:
+                learning.append(factor)
+                state.append(len(structure))
+    adapter, on = own["adapters"].get(own["active"]), own["merged"] is None
+    state.append((own["active"], own["training"], on))
+    state.append(None if adapter is None else (adapter.scale, adapter.dropout, adapter.stream))
+    return on and adapter is not None
 
 
 def modes(device: torch.device) -> str | None:
@@ -268,9 +284,7 @@ class Step:
         packed = pack(given, self.shape, int(self.model.clock.value()))
         if self.flat is None:
             self.flat = torch.empty(packed.shape, dtype=packed.dtype, device=self.model.device)
-        if self.flat.device.type != "cpu":
-            packed = packed.pin_memory()
-        self.flat.copy_(packed, non_blocking=True)
+        self.flat.copy_(packed.pin_memory() if self.flat.is_cuda else packed, non_blocking=True)
         if isinstance(given.denominator, Tensor):
             denominator = unpack(self.flat, self.shape)[0].denominator
             assert isinstance(denominator, Tensor)
@@ -477,7 +491,6 @@ class Steps:
 
 def unfit(model: Model, given: Given, shape: Shape) -> str | None:
     """Why a batch of this shape is better run eagerly, or cannot run otherwise; None where a graph serves it."""
-    block = model.model.layers[0] if len(model.model.layers) else None
     policies = sorted(set(getattr(model, "policies", None) or ["keep"]) - {"keep"})
     if policies:
         return f"the plan says {', '.join(policies)}"
@@ -488,11 +501,8 @@ def unfit(model: Model, given: Given, shape: Shape) -> str | None:
     rotary = model.rotary.values() if isinstance(model.rotary, dict) else [model.rotary]
     if any(tables.dynamic for tables in rotary):
         return "dynamic rotary scaling looks at the positions"
-    if block is None or shape.batch * shape.seq * weights(block) > WORK:
-        return f"{shape.batch * shape.seq:,} tokens keep the GPU busy"
+    tokens, c = shape.batch * shape.seq, model.config
+    heads = 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
+    if tokens * c.hidden_size * (heads + 3 * c.intermediate_size) > WORK:
+        return f"{tokens:,} tokens keep the GPU busy"
     return None
-
-
-def weights(block: nn.Module) -> int:
-    """How many weights the projections of a block have."""
-    return sum(module.weight.shape.numel() for module in block.modules() if isinstance(module, Linear))

@@ -284,6 +284,11 @@ def test_an_adapter_that_is_loaded_or_chosen_is_the_one_that_learns(tiny, tmp_pa
     with lorarun.adapters_disabled(model):
         assert not lorarun.loss(model, texts()).requires_grad
     assert model.graphs.reason == "no adapter is trained"
+    lorarun.loss(lorarun.merge(model) or model, texts())
+    assert model.graphs.reason == "no adapter is trained"
+    lorarun.unmerge(model)
+    lorarun.loss(model, texts()).backward()
+    assert model.graphs.reason is None
 
 
 def test_a_parameter_with_another_pointer_is_seen(tiny):
