@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -267,7 +268,8 @@ class Step:
     """One graph with its static inputs (``flat``) and outputs (``loss``, ``grads``), all outside the graphs' pool."""
 
     def __init__(self, model: Model, shape: Shape, parameters: list[nn.Parameter], compute: Compute) -> None:
-        self.model, self.shape, self.compute = model, shape, compute
+        self.model = weakref.ref(model)  # which holds the step, and shall go when its owner lets go of it
+        self.shape, self.compute, self.clock = shape, compute, model.clock
         self.dtype = parameters[0].dtype
         self.sizes = [parameter.numel() for parameter in parameters]
         self.shapes = [parameter.shape for parameter in parameters]
@@ -281,9 +283,9 @@ class Step:
 
     def fill(self, given: Given) -> None:
         """Put a batch into the static inputs: one copy."""
-        packed = pack(given, self.shape, int(self.model.clock.value()))
+        packed = pack(given, self.shape, int(self.clock.value()))
         if self.flat is None:
-            self.flat = torch.empty(packed.shape, dtype=packed.dtype, device=self.model.device)
+            self.flat = torch.empty(packed.shape, dtype=packed.dtype, device=self.grads.device)
         self.flat.copy_(packed.pin_memory() if self.flat.is_cuda else packed, non_blocking=True)
         if isinstance(given.denominator, Tensor):
             denominator = unpack(self.flat, self.shape)[0].denominator
@@ -292,21 +294,22 @@ class Step:
 
     def run(self) -> None:
         """What is captured: the loss of the static inputs and its gradients, into the static outputs."""
-        assert self.flat is not None
+        model = self.model()
+        assert model is not None and self.flat is not None
         inputs, clock = unpack(self.flat, self.shape)
-        held = [factor._parameters for factor in look(self.model).factors]
+        held = [factor._parameters for factor in look(model).factors]
         masters = [each["weight"] for each in held]
         # The same memory without the hooks of the parameters, which belong to the loss that is replayed.
         bare = [nn.Parameter(master.detach()) for master in masters if master is not None]
-        self.model.clock.now = clock
+        self.clock.now = clock
         try:
             for each, parameter in zip(held, bare, strict=True):
                 each["weight"] = parameter
             with torch.enable_grad():
-                loss = self.compute(self.model, inputs)
+                loss = self.compute(model, inputs)
                 grads = torch.autograd.grad(loss, bare, allow_unused=True)
         finally:
-            self.model.clock.now = None
+            self.clock.now = None
             for each, master in zip(held, masters, strict=True):
                 each["weight"] = master
         self.loss.copy_(loss.detach())
@@ -371,9 +374,10 @@ class Steps:
             return None  # evaluation
         shape, step = shape_of(given), None
         parameters: list[nn.Parameter] = []
-        self.reason = unfit(model, given, shape) or modes(model.device)
+        self.reason = modes(model.device)
         if self.reason is None and self.capture is None:
             self.reason = capturable(model)
+        self.reason = self.reason or unfit(model, given, shape)
         if self.reason is None:
             found = look(model)
             self.reason, parameters = found.obstacle, found.parameters

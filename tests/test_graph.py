@@ -6,8 +6,10 @@ the real thing.  tests/test_training_gpu.py has the graphs.
 
 import copy
 import functools
+import gc
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -353,6 +355,21 @@ def test_dropout_follows_the_clock(tiny):
     assert model.eval().graphs is not None
     assert lorarun.loss(model, batch).item() == pytest.approx(lorarun.loss(eager.eval(), batch).item(), rel=1e-6)
     assert len(model.graphs.held) == 2
+
+
+def test_a_model_goes_when_nobody_holds_it(tiny):
+    """Its memory is not left to the garbage collector."""
+    model = adapted(tiny("llama3"))
+    value = lorarun.loss(model, texts())
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+    value.backward()
 
 
 # --- eager instead ---------------------------------------------------------------------------------------------------

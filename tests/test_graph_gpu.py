@@ -122,7 +122,9 @@ def test_dropout_follows_the_clock(device, monkeypatch):
     for step in (7, 8, 7):
         model.clock.step = step - 1
         found[step] = gradients(model, data, 256)
-    assert model.graphs.reason is None and distance(found[7], found[8]) > 0.02 * distance(found[7], [0 * g for g in found[7]])
+    assert model.graphs.reason is None and distance(found[7], found[8]) > 0.02 * distance(
+        found[7], [0 * g for g in found[7]]
+    )
     monkeypatch.setattr(graph, "WORK", 0)
     for step in (7, 8):
         model.clock.step = step - 1
