@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from lorarun.adapter import save_adapter
+from lorarun.bucket import Given, Inputs, sent
 from lorarun.data import Batch, Batches, Prepared, as_batch, batches, prepare, supervised, targets
-from lorarun.graph import Given, Inputs, Steps, sent
+from lorarun.graph import Steps
 from lorarun.kernels.cross_entropy import IGNORE, linear_cross_entropy
 from lorarun.lora import linears
 from lorarun.nn import Model
