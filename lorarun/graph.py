@@ -43,7 +43,6 @@ IDLE = 64  # replays after which a graph that served none of them may make room 
 # that is 2.7 ms, and launching hides behind it.
 WORK = 4.5e11
 
-
 Compute = Callable[[Model, Inputs], Tensor]
 
 
@@ -264,10 +263,8 @@ class Steps:
             return None  # evaluation
         shape, step = shape_of(given), None
         parameters: list[nn.Parameter] = []
-        self.reason = modes(model.device)
-        if self.reason is None and self.capture is None:
-            self.reason = capturable(model)
-        self.reason = self.reason or unfit(model, given, shape)
+        own = None if self.capture else capturable(model)
+        self.reason = modes(model.device) or own or unfit(model, given, shape)
         if self.reason is None:
             found = look(model)
             self.reason, parameters = found.obstacle, found.parameters
@@ -396,7 +393,7 @@ def unfit(model: Model, given: Given, shape: Shape) -> str | None:
     if any(tables.dynamic for tables in rotary):
         return "dynamic rotary scaling looks at the positions"
     tokens, c = shape.batch * shape.seq, model.config
-    heads = 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim
-    if tokens * c.hidden_size * (heads + 3 * c.intermediate_size) > WORK:
+    rows = 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim + 3 * c.intermediate_size
+    if tokens * c.hidden_size * rows > WORK:
         return f"{tokens:,} tokens keep the GPU busy"
     return None

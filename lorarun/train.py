@@ -43,6 +43,7 @@ def loss(model: Model, batch: Batch | Mapping[str, Any], denominator: float | Te
     several).
 
     Full logits are never held: rows without a target are dropped before the head, the rest goes through it in chunks.
+    A small step is replayed as a CUDA graph from its second time on, see :mod:`lorarun.graph`; nothing else changes.
     A batch without a target gives 0 with zero gradients, whatever the denominator, and a warning when its step has none
     either.
     """
