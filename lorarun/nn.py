@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from lorarun.kernels.dropout import Dropout, dropout
 from lorarun.kernels.lora import Branch, low_rank
 from lorarun.kernels.rms_norm import add_rms_norm, rms_norm
 from lorarun.kernels.rope import rope
-from lorarun.quant.store import Store
+from lorarun.quant.store import Store, stores
 
 
 @dataclass
@@ -31,9 +31,15 @@ class Clock:
 
     seed: int = 0
     step: int = 0
+    now: Tensor | None = field(default=None, compare=False, repr=False)  # instead of both, in a captured step
 
-    def value(self) -> int:
-        """One 63-bit number of both; odd multipliers keep neighbouring seeds and steps apart."""
+    def value(self) -> int | Tensor:
+        """One 63-bit number of both; odd multipliers keep neighbouring seeds and steps apart.
+
+        In a captured step an int64 scalar on the device, which is read when the step is replayed.
+        """
+        if self.now is not None:
+            return self.now
         return (self.seed * 0x9E3779B97F4A7C15 + self.step * 0xD1B54A32D192ED03) & 0x7FFFFFFFFFFFFFFF
 
 
@@ -294,6 +300,7 @@ class Model(nn.Module):
     config: Any
     model: Any
     lm_head: Linear
+    rotary: Any  # tables, or a dictionary of them
     softcap: float | None = None  # of the head's logits
     fp16 = True  # whether activations stay below 65,504, the largest float16
     nested = False  # whether its checkpoint is a multimodal one, which keeps it under ``model.language_model``
@@ -305,6 +312,25 @@ class Model(nn.Module):
         self.adapters: dict[str, Any] = {}
         self.active: str | None = None
         self.clock = Clock()
+        self.graphs: Any = None  # the captured steps of lorarun.loss, see lorarun.graph
+        self._keep_dense = False
+
+    @property
+    def keep_dense(self) -> bool:
+        """Whether copies of quantised weights in the compute dtype are kept: four times the memory in 16 bits, and no
+        dequantising."""
+        return self._keep_dense
+
+    @keep_dense.setter
+    def keep_dense(self, on: bool) -> None:
+        self._keep_dense = on
+        for _, store in stores(self):
+            store.kept, store.dense = on, None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if self.graphs is not None:
+            self.graphs.drop()  # they hold on to where things are
+        return super()._apply(fn, recurse)
 
     @property
     def device(self) -> torch.device:

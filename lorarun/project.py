@@ -28,7 +28,7 @@ from lorarun.kernels.dropout import Dropout
 from lorarun.kernels.gated import adapted_backward, adapted_forward, gated
 from lorarun.kernels.lora import Branch, lora_down, lora_grad, lora_input_grad, lora_up_, serves
 from lorarun.nn import Linear, untouched
-from lorarun.quant.store import Store, dequantize_side_by_side
+from lorarun.quant.store import Store, dense_side_by_side
 
 
 def obstacle(linears: Sequence[Linear], dtype: torch.dtype) -> str | None:
@@ -60,7 +60,8 @@ class Frozen:
     """The frozen weights and biases of projections that share an input, as one product.
 
     ``sizes`` are the rows of each output.  Stored weights are dequantised side by side into one buffer that lives for
-    the product alone; dense ones are multiplied one by one into the columns of one result, without copies.
+    the product alone (or stays, with ``model.keep_dense``); dense ones are multiplied one by one into the columns of
+    one result, without copies.
     """
 
     def __init__(self, linears: Sequence[Linear]) -> None:
@@ -76,7 +77,7 @@ class Frozen:
             if any(b is not None for b in self.biases):
                 zero = [x.new_zeros(size) if b is None else b for b, size in zip(self.biases, self.sizes, strict=True)]
                 bias = torch.cat(zero).to(x.dtype)
-            return F.linear(x, dequantize_side_by_side(self.weights, x.dtype), bias)
+            return F.linear(x, dense_side_by_side(self.weights, x.dtype), bias)
         y = torch.empty((len(x), sum(self.sizes)), dtype=x.dtype, device=x.device)
         for part, weight, bias in zip(y.split(self.sizes, dim=1), self.weights, self.biases, strict=True):
             if bias is None:
@@ -88,7 +89,7 @@ class Frozen:
     def mm_t(self, dy: Tensor, dx: Tensor | None = None) -> Tensor:
         """dy [rows, Σ sizes] → the gradient of x, [rows, in]; added to ``dx`` in place where it is given."""
         if self.stored:
-            pairs = [(dy, dequantize_side_by_side(self.weights, dy.dtype))]
+            pairs = [(dy, dense_side_by_side(self.weights, dy.dtype))]
         else:
             pairs = list(zip(dy.split(self.sizes, dim=1), self.weights, strict=True))
         for part, weight in pairs:

@@ -89,6 +89,9 @@ def _storage(model: Model) -> dict[str, str]:
             group = "projections left dense" if quantised and not isinstance(held, Store) else "projections"
         groups.setdefault(group, []).append((path, held))
     facts = {group: _held([held for _, held in weights]) for group, weights in groups.items()}
+    if model.keep_dense:
+        copies = [store.dense[1] for _, store in stores(model) if store.dense is not None]
+        facts["kept for the run"] = f"{sum(copy.nbytes for copy in copies) / 2**20:,.1f} MiB, {len(copies)} dequantised"
     if dense := groups.get("projections left dense"):
         facts["projections left dense"] += ": " + abbreviate([path.removesuffix(".weight") for path, _ in dense])
     return facts
@@ -124,6 +127,7 @@ def _operations(model: Model) -> dict[str, str]:
         "projections": _projections(model),
         **_attention(model),
         "norm, rotary, gate": why(weight.device),
+        "captured step": "decided at the first loss" if model.graphs is None else str(model.graphs),
         "head and loss": f"in chunks, full logits are never held; rows of logits: {why(weight.device)}",
     }
 

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from lorarun.adapter import save_adapter
+from lorarun.bucket import Given, Inputs, sent
 from lorarun.data import Batch, Batches, Prepared, as_batch, batches, prepare, supervised, targets
+from lorarun.graph import Steps
 from lorarun.kernels.cross_entropy import IGNORE, linear_cross_entropy
 from lorarun.lora import linears
 from lorarun.nn import Model
@@ -41,6 +43,7 @@ def loss(model: Model, batch: Batch | Mapping[str, Any], denominator: float | Te
     several).
 
     Full logits are never held: rows without a target are dropped before the head, the rest goes through it in chunks.
+    A small step is replayed as a CUDA graph from its second time on, see :mod:`lorarun.graph`; nothing else changes.
     A batch without a target gives 0 with zero gradients, whatever the denominator, and a warning when its step has none
     either.
     """
@@ -49,11 +52,10 @@ def loss(model: Model, batch: Batch | Mapping[str, Any], denominator: float | Te
         raise ValueError(
             "loss: a different adapter for each row (batch.adapters) is not supported; switch with use_adapter."
         )
-    device = model.device
-    goal = targets(batch).flatten()
-    rows = (goal != IGNORE).nonzero().squeeze(1)
+    goal = targets(batch)
+    rows = (goal.flatten() != IGNORE).nonzero().squeeze(1)
     count = len(rows)
-    wrong = goal[rows]
+    wrong = goal.flatten()[rows]
     wrong = wrong[(wrong < 0) | (wrong >= model.config.vocab_size)]
     if len(wrong):
         raise ValueError(
@@ -67,14 +69,41 @@ def loss(model: Model, batch: Batch | Mapping[str, Any], denominator: float | Te
             warnings.warn("loss: no token of this step is supervised; its loss is 0 and teaches nothing.", stacklevel=2)
         denominator = 1  # of a sum without terms
     model.clock.step += model.training
-    hidden = model.hidden_states(
-        batch.ids.to(device),
-        None if batch.positions is None else batch.positions.to(device),
-        None if batch.documents is None else batch.documents.to(device),
+    if model.graphs is None:
+        model.graphs = Steps()
+    given = Given(batch.ids, batch.positions, batch.documents, goal, count, denominator)
+    replayed: Tensor | None = model.graphs.loss(model, given, _mean)
+    return _eager(model, given, rows) if replayed is None else replayed
+
+
+def _mean(model: Model, inputs: Inputs) -> Tensor:
+    """The loss of a batch that lies on the model's device."""
+    hidden = model.hidden_states(inputs.ids, inputs.positions, inputs.documents)
+    picked = hidden.flatten(0, 1)  # [tokens, hidden]
+    if inputs.rows is not None:
+        picked = picked.index_select(0, inputs.rows)  # [supervised, hidden]
+    losses = linear_cross_entropy(picked, model.lm_head.weight, inputs.goal, model.softcap)
+    denominator = inputs.denominator
+    return losses.sum() / (denominator.to(losses.dtype) if isinstance(denominator, Tensor) else denominator)
+
+
+def _eager(model: Model, given: Given, rows: Tensor) -> Tensor:
+    """The loss without a graph; where captured steps hold the memory that this one needs, they are dropped."""
+    device = model.device
+    inputs = Inputs(
+        sent(given.ids, device),
+        None if given.positions is None else sent(given.positions, device),
+        None if given.documents is None else sent(given.documents, device),
+        sent(rows, device),
+        sent(given.goal.flatten()[rows], device),
+        given.denominator,
     )
-    picked = hidden.flatten(0, 1)[rows.to(device)]  # [supervised, hidden]
-    losses = linear_cross_entropy(picked, model.lm_head.weight, goal[rows].to(device), model.softcap)
-    return losses.sum() / denominator
+    try:
+        return _mean(model, inputs)
+    except torch.OutOfMemoryError:
+        if not model.graphs.drop():
+            raise
+    return _mean(model, inputs)
 
 
 @torch.no_grad()

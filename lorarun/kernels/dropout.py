@@ -7,7 +7,7 @@ forward draws the same one, and a kernel that holds any tile of the input can dr
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,14 +18,17 @@ _LOW = 0xFFFFFFFF
 
 
 class Dropout(NamedTuple):
-    """Zero an element with probability ``p``; the mask is that of (seed, stream), of 63 and 31 bits."""
+    """Zero an element with probability ``p``; the mask is that of (seed, stream), of 63 and 31 bits.
+
+    A seed on the device (an int64 scalar) is read when the mask is drawn, so that a CUDA graph can be given another.
+    """
 
     p: float
-    seed: int
+    seed: int | Tensor
     stream: int
 
 
-def philox_rounds(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: int, k1: int) -> tuple[Tensor, ...]:
+def philox_rounds(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Any, k1: Any) -> tuple[Tensor, ...]:
     """Ten rounds of Philox-4x32: four 32-bit words (held in int64) from a counter of four words and a key of two."""
     for _ in range(10):
         # 32 × 32 → 64 bits: int64 multiplication wraps, which leaves both halves right.
@@ -36,7 +39,7 @@ def philox_rounds(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: int, k1: i
     return c0, c1, c2, c3
 
 
-def philox(seed: int, stream: int, count: int, device: torch.device) -> Tensor:
+def philox(seed: int | Tensor, stream: int, count: int, device: torch.device) -> Tensor:
     """``count`` random integers of 32 bits as int64 [count], on ``device``.
 
     Number e is word e % 4 of the block with counter (e // 4, stream), 64 bits each, and key ``seed`` (64 bits).
@@ -52,7 +55,7 @@ def threshold(p: float) -> int:
     return min(round(p * 2**32), _LOW)
 
 
-def dropout(x: Tensor, p: float, seed: int, stream: int) -> Tensor:
+def dropout(x: Tensor, p: float, seed: int | Tensor, stream: int) -> Tensor:
     """Zero each element of ``x`` with probability ``p`` (a multiple of 2⁻³²) and divide the others by 1 − p."""
     mask = philox(seed, stream, x.numel(), x.device).view(x.shape) >= threshold(p)
     return torch.where(mask, x / (1.0 - p), torch.zeros((), dtype=x.dtype, device=x.device))
@@ -66,11 +69,13 @@ def kept(row, o_c, cols, seed, stream, cut, BLOCK_M: tl.constexpr, BLOCK_C: tl.c
     low = (o_b & 0xFFFFFFFF).to(tl.uint32)
     high = (o_b >> 32).to(tl.uint32)
     zero = tl.zeros_like(low)
+    if tl.constexpr(seed.dtype.is_ptr()):
+        seed = tl.load(seed)
     w0, w1, w2, w3 = tl.philox(seed, low, high, zero + stream.to(tl.uint32), zero)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [BLOCK_M, BLOCK_C / 4, 2, 2], in the order w0 w1 w2 w3
     return tl.reshape(words, [BLOCK_M, BLOCK_C]).to(tl.uint32) >= cut.to(tl.uint32)
 
 
-def masking(drop: Dropout | None) -> tuple[int, int, int, float]:
+def masking(drop: Dropout | None) -> tuple[int | Tensor, int, int, float]:
     """A mask as kernels take it: (seed, stream, threshold, factor of what is kept)."""
     return (0, 0, 0, 1.0) if drop is None else (drop.seed, drop.stream, threshold(drop.p), 1.0 / (1.0 - drop.p))

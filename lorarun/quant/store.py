@@ -29,6 +29,8 @@ class Store(nn.Module):
     shape: torch.Size
     bits: float
     codes: nn.Parameter
+    kept = False  # whether the weight may stay dequantised between its uses, see :func:`dense_side_by_side`
+    dense: tuple[Any, Tensor] | None = None  # what it stays as, and from what that was made
 
     @classmethod
     def from_dense(cls, w: Tensor) -> Store:
@@ -58,11 +60,16 @@ class Store(nn.Module):
             self.register_parameter(name, frozen)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.dense = None
+
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         return super()._apply(move, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "dense": None}  # a copy of the store makes its own
 
     def extra_repr(self) -> str:
         return f"{list(self.shape)}, {self.kind}"
@@ -218,6 +225,22 @@ def dequantize_side_by_side(weights: Sequence[Tensor | Store], dtype: torch.dtyp
         for part, weight in zip(out.split(rows), weights, strict=True):
             dequantize(weight, dtype, part)
     return out
+
+
+def dense_side_by_side(weights: Sequence[Tensor | Store], dtype: torch.dtype) -> Tensor:
+    """:func:`dequantize_side_by_side`, made once and kept on the first of the weights where all of them may be kept.
+
+    Made again for another dtype and for weights that were moved, replaced or loaded into.
+    """
+    first = weights[0]
+    if not isinstance(first, Store) or not all(isinstance(weight, Store) and weight.kept for weight in weights):
+        return dequantize_side_by_side(weights, dtype)
+    parts = [part for weight in weights if isinstance(weight, Store) for part in weight.parameters()]
+    made_from = (dtype, *((part.data_ptr(), part._version) for part in parts))
+    if first.dense is None or first.dense[0] != made_from:
+        first.dense = None  # frees it first
+        first.dense = (made_from, dequantize_side_by_side(weights, dtype))
+    return first.dense[1]
 
 
 def stores(model: nn.Module) -> Iterator[tuple[str, Store]]:
