@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lorarun.kernels.backend import autocast
 from lorarun.kernels.dropout import Dropout, dropout
 from lorarun.kernels.lora import Branch, low_rank
 from lorarun.kernels.rms_norm import add_rms_norm, rms_norm
@@ -136,8 +137,7 @@ class Linear(nn.Module):
 
 def _autocast_dtype(x: Tensor) -> torch.dtype:
     """What torch.autocast makes of ``x`` in a matrix product; its own dtype where that is off."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return torch.get_autocast_dtype(x.device.type) if autocast(x.device) else x.dtype
 
 
 class _StoredLinear(torch.autograd.Function):
@@ -227,7 +227,7 @@ class Rotary:
         if self._on_device.device != positions.device:
             self._on_device = self.inv_freq.to(positions.device)
         inv_freq = self._on_device
-        if self.dynamic and (longest := int(positions.max()) + 1) > self.max_positions:
+        if self.dynamic and not positions.is_meta and (longest := int(positions.max()) + 1) > self.max_positions:
             inv_freq = frequencies(self.head_dim, self.rope, self.max_positions, longest)[0].to(positions.device)
         angles = positions.unsqueeze(-1).float() * inv_freq
         return angles.cos() * self.amplitude, angles.sin() * self.amplitude
@@ -312,6 +312,7 @@ class Model(nn.Module):
         self.adapters: dict[str, Any] = {}
         self.active: str | None = None
         self.clock = Clock()
+        self.planned: Any = None  # what lorarun.plan decided, or loss by itself
         self.graphs: Any = None  # the captured steps of lorarun.loss, see lorarun.graph
         self._keep_dense = False
 

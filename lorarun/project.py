@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorarun.kernels.backend import runs_triton
+from lorarun.kernels.backend import autocast, runs_triton
 from lorarun.kernels.dropout import Dropout
 from lorarun.kernels.gated import adapted_backward, adapted_forward, gated
 from lorarun.kernels.lora import Branch, lora_down, lora_grad, lora_input_grad, lora_up_, serves
@@ -47,7 +47,7 @@ def obstacle(linears: Sequence[Linear], dtype: torch.dtype) -> str | None:
 
 def _fused(x: Tensor, linears: Sequence[Linear]) -> tuple[list[Branch], Dropout | None] | None:
     """The adapters and their dropout if one Function serves these projections, else None."""
-    if not runs_triton(x) or torch.is_autocast_enabled(x.device.type) or obstacle(linears, x.dtype) is not None:
+    if not runs_triton(x) or autocast(x.device) or obstacle(linears, x.dtype) is not None:
         return None
     running = [linear.running() for linear in linears]
     branches = [branch for branch, _ in running]
@@ -153,7 +153,7 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor:
         return first.contiguous()
     at, width = first.storage_offset(), sum(part.shape[1] for part in parts)
     for part in parts:
-        adjacent = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        adjacent = part.untyped_storage()._cdata == first.untyped_storage()._cdata  # also on meta, where pointers are 0
         if not adjacent or part.storage_offset() != at or part.stride() != (width, 1):
             return torch.cat(tuple(parts), dim=1)
         at += part.shape[1]

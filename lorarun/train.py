@@ -27,6 +27,7 @@ from lorarun.data import Batch, Batches, Prepared, as_batch, batches, prepare, s
 from lorarun.graph import Given, Inputs, Steps, sent
 from lorarun.kernels.cross_entropy import IGNORE, linear_cross_entropy
 from lorarun.lora import linears
+from lorarun.memory import follow
 from lorarun.nn import Model
 from lorarun.optim import SCHEDULES, Optimizer, learning_rate
 from lorarun.progress import Progress
@@ -66,6 +67,7 @@ def loss(model: Model, batch: Batch | Mapping[str, Any], denominator: float | Te
         if float(denominator) == 0:
             warnings.warn("loss: no token of this step is supervised; its loss is 0 and teaches nothing.", stacklevel=2)
         denominator = 1  # of a sum without terms
+    follow(model, batch.ids.numel())
     model.clock.step += model.training
     if model.graphs is None:
         model.graphs = Steps()

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorarun.kernels.backend import INTERPRETED, runs_triton, tl, triton, why
+from lorarun.kernels.backend import INTERPRETED, autocast, runs_triton, tl, triton, why
 
 
 class Spans(NamedTuple):
@@ -111,7 +111,7 @@ def attention_reference(
     plain = first is None and window is None and queries in (1, keys)
     mask = None if plain else visible(queries, keys, first, window, q.device)
     q, k, v = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # [batch, heads, ·, head_dim]
-    grouped = plain and softcap is None and (q.device.type == "cpu" or q.element_size() == 2)  # SDPA reads them itself
+    grouped = plain and softcap is None and (q.device.type in ("cpu", "meta") or q.element_size() == 2)  # SDPA reads them itself
     if queries == 1:  # the heads of a group stand as queries of one head: a cache is not repeated
         q = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
     elif heads > kv_heads and not grouped:
@@ -334,8 +334,10 @@ TIGHT = {
 @functools.cache
 def _roomy(device: torch.device) -> bool:
     """Whether a program can have Hopper's 227 KiB of shared memory."""
-    properties = None if INTERPRETED else torch.get_device_module(device).get_device_properties(device)
-    return INTERPRETED or getattr(properties, "shared_memory_per_block_optin", 0) >= 227 * 1024
+    if INTERPRETED or device.type == "meta":
+        return True
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 0) >= 227 * 1024
 
 
 def _options(kernel: str, q: Tensor) -> dict[str, int] | None:
@@ -445,6 +447,10 @@ class _Attention(torch.autograd.Function):
 @functools.cache
 def _cudnn_takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether cuDNN's attention serves grouped causal heads of this size here, by torch's own rules."""
+    if device.type == "meta":  # stands for the accelerator, or where there is none for a Hopper
+        device = torch.accelerator.current_accelerator() or device
+        if device.type == "meta":
+            return head_dim % 8 == 0 and head_dim <= 256
     if device.type != "cuda":
         return False
     q = torch.empty(1, 2, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
@@ -470,7 +476,7 @@ def serves(
     half = q.dtype in (torch.float16, torch.bfloat16)
     if not runs_triton(q):
         return "torch: " + why(q.device).removeprefix("torch reference: ")
-    if not q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type):
+    if not q.dtype == k.dtype == v.dtype or autocast(q.device):
         return "torch: it has its own rules for mixed dtypes and autocast"
     features = {
         "documents": spans is not None,
