@@ -29,10 +29,10 @@ from lorarun.kernels.backend import shapes_only
 from lorarun.load import free_memory
 from lorarun.nn import Model
 from lorarun.quant.store import stores
+from lorarun.recompute import POLICIES  # from fast to slow
 from lorarun.trace import MIB, Event, Reserved, Sketch, peak, rounded, step
 
 GIB = 2**30
-POLICIES = ("keep", "no_gate_up", "selective", "recompute", "offload")  # from fast to slow
 TILES = (4096, 2048, 1024)  # rows of an MLP at a time; its products lose no speed at the first
 DENSE_TOKENS = 2048  # up to here dequantising is at least a twelfth of a step
 MARGIN = GIB  # of a device's free memory left to what torch does not allocate: kernels, libraries
@@ -166,9 +166,10 @@ class Predictor:
         with self._as_there():
             sketch.set(choice.tile, choice.keep_dense)
             ends = sketch.ends(tokens)
-            traced = ["recompute" if policy == "offload" else policy for policy in choice.policies]
+            leaves = [policy == "offload" and self.accelerated for policy in choice.policies]
+            traced = ["recompute" if left else policy for policy, left in zip(choice.policies, leaves, strict=True)]
             blocks = [sketch.block(i, policy, tokens) for i, policy in enumerate(traced)]
-        passed, left = step(ends, blocks, [policy == "offload" for policy in choice.policies])
+        passed, left = step(ends, blocks, leaves)
         kept = [size for block in blocks for size in block.kept]
         always = [*sketch.weights, *self._workspaces(), *kept]
         first: list[Event] = [(("always", i), size) for i, size in enumerate(always)]

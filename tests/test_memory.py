@@ -8,10 +8,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lorarun
 from lorarun.kernels.backend import shapes_only
-from lorarun.memory import GIB, POLICIES, Choice, Predictor, choose
+from lorarun.memory import GIB, Choice, Predictor, choose
 from lorarun.models import build_model
 from lorarun.nn import Linear
 from lorarun.quant.store import NF4Store
+from lorarun.recompute import POLICIES
 from lorarun.trace import MIB, Reserved, Tracer, peak
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lorarun.kernels.backend import INTERPRETED, autocast, runs_triton, tl, triton, why
+from lorarun.kernels.replay import keep
 
 
 class Spans(NamedTuple):
@@ -416,7 +417,7 @@ def _backward(
 
 
 class _Attention(torch.autograd.Function):
-    """Saves q, k, v, o, lse and the spans; the way back recomputes the scores.
+    """Saves q, k, v, o, lse and the spans; the way back recomputes the scores.  A replay may have kept o and lse.
 
     Bytes moved: forward q, o, and k, v once per block of queries, mostly from L2; backward q, o, do, dq, and k, v
     likewise, then k, v, dk, dv, and q, do once per block of keys.
@@ -427,7 +428,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: Tensor | None, numbers: dict[str, Any]
     ) -> Tensor:
         q, k, v = _readable(q), _readable(k), _readable(v)
-        o, lse = _forward(q, k, v, first, numbers)
+        o, lse = keep("attention", lambda: _forward(q, k, v, first, numbers))
         ctx.save_for_backward(q, k, v, o, lse, first, last)
         ctx.numbers = numbers
         return o
@@ -439,6 +440,35 @@ class _Attention(torch.autograd.Function):
         do, keys_too = _readable(do.contiguous()), any(ctx.needs_input_grad[1:3])
         dq, dk, dv = _backward(q, k, v, o, do, lse, first, last, ctx.numbers, keys_too)
         return dq, dk, dv, None, None, None
+
+
+class _CuDNN(torch.autograd.Function):
+    """cuDNN's attention of dense causal rows [batch, heads, seq, head_dim]; saves q, k, v, o, lse, as above.
+
+    The operators themselves: SDPA would want a global switch to choose them, and could not leave the forward out.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        op = torch.ops.aten._scaled_dot_product_cudnn_attention
+        made = keep("attention", lambda: _tensors(op(q, k, v, None, True, 0.0, True, False, scale=scale)))
+        ctx.save_for_backward(q, k, v, *made)
+        ctx.scale = scale
+        o: Tensor = made[0]
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse, *random = ctx.saved_tensors
+        op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+        lengths = (None, None, q.shape[2], k.shape[2])  # cumulative ones of ragged rows, and the longest
+        return *op(do, q, k, v, o, lse, *random, None, *lengths, 0.0, True, scale=ctx.scale), None
+
+
+def _tensors(made: Any) -> tuple[Tensor | None, ...]:
+    """(o, lse, seed, offset) of what cuDNN's operator returns; the last two are of a dropout that is off."""
+    return made[0], made[1], made[6], made[7]
 
 
 # --- public function -------------------------------------------------------------------------------------------------
@@ -542,10 +572,8 @@ def attention(
     if backend == "torch":
         return attention_reference(q, k, v, first, window, softcap, scale)
     v = v.contiguous()  # it is kept for backward, and a view would keep the whole product that it was cut from
-    if backend == "cuDNN":  # the operator itself: SDPA would want a global switch to choose it
-        heads = (x.transpose(1, 2) for x in (q, k, v))
-        op = torch.ops.aten._scaled_dot_product_cudnn_attention
-        out: Tensor = op(*heads, None, _graded(q, k, v), 0.0, True, False, scale=scale)[0]
+    if backend == "cuDNN":
+        out: Tensor = _CuDNN.apply(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale)
         return out.transpose(1, 2)
     if first is not None:
         first = first.expand(q.shape[:2]).contiguous()

@@ -114,12 +114,23 @@ def reference() -> Iterator[None]:
 
     It counts where an operation is called: a backward pass takes the path that its forward took.
     """
-    global _forced
-    before, _forced = _forced, True
+    before = force(True)
     try:
         yield
     finally:
-        _forced = before
+        force(before)
+
+
+def force(on: bool) -> bool:
+    """Switch the references on or off; returns how it was."""
+    global _forced
+    before, _forced = _forced, on
+    return before
+
+
+def forced() -> bool:
+    """Whether the references are asked for."""
+    return _forced
 
 
 @contextmanager

@@ -67,9 +67,9 @@ def low_rank(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 # --- kernels ---
 
 
-@triton.jit(do_not_specialize=["seed", "stream", "cut"])
+@triton.jit(do_not_specialize=["seed", "stream", "first", "cut"])
 def _down(
-    p_x, p_a0, p_a1, p_a2, p_u, rows, cols, stride_x, r0, r1, r2, seed, stream, cut, keep,
+    p_x, p_a0, p_a1, p_a2, p_u, rows, cols, stride_x, r0, r1, r2, seed, stream, first, cut, keep,
     N: tl.constexpr, WIDTH: tl.constexpr, DROP: tl.constexpr, IEEE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +85,7 @@ def _down(
         m_k = o_k < cols
         b_x = tl.load(p_x + o_m[:, None] * stride_x + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
         if DROP:
-            b_kept = kept(o_m, k, cols, seed, stream, cut, BLOCK_M, BLOCK_K)
+            b_kept = kept(first + o_m, k, cols, seed, stream, cut, BLOCK_M, BLOCK_K)
             b_x = tl.where(b_kept, b_x.to(tl.float32) * keep, 0.0).to(p_x.dtype.element_ty)
         o_a = o_r[None, :] * cols + o_k[:, None]  # [BLOCK_K, WIDTH]
         b_a = tl.load(p_a0 + o_a, mask=(o_r < r0)[None, :] & m_k[:, None], other=0.0)
@@ -199,10 +199,10 @@ def _gather(
     tl.store(p_out + o_out, b_sum.to(p_out.dtype.element_ty), mask=m_e)
 
 
-@triton.jit(do_not_specialize=["seed", "stream", "cut"])
+@triton.jit(do_not_specialize=["seed", "stream", "first", "cut"])
 def _input_grad(
     p_x, p_dx, p_du, p_a0, p_a1, p_a2, p_da, rows, cols, stride_x, stride_dx, group,
-    r0, r1, r2, seed, stream, cut, keep,
+    r0, r1, r2, seed, stream, first, cut, keep,
     N: tl.constexpr, WIDTH: tl.constexpr, DX: tl.constexpr, DROP: tl.constexpr, IEEE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -229,7 +229,7 @@ def _input_grad(
         mask = m_m[:, None] & m_k[None, :]
         b_x = tl.load(p_x + o_m[:, None] * stride_x + o_k[None, :], mask=mask, other=0.0)
         if DROP:
-            b_kept = kept(o_m, tl.program_id(0) * BLOCK_K, cols, seed, stream, cut, BLOCK_M, BLOCK_K)
+            b_kept = kept(first + o_m, tl.program_id(0) * BLOCK_K, cols, seed, stream, cut, BLOCK_M, BLOCK_K)
             b_x = tl.where(b_kept, b_x.to(tl.float32) * keep, 0.0).to(dtype)
         o_u = o_m[:, None] * (N * WIDTH) + o_r[None, :]
         b_du = tl.load(p_du + o_u, mask=m_m[:, None], other=0.0)
