@@ -15,6 +15,7 @@ their own, which is not counted (they are dropped when a step needs it).
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -197,7 +198,7 @@ class Predictor:
                 torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def moments_of(trained: list[torch.nn.Parameter]) -> list[int]:
+def moments_of(trained: list[torch.Tensor]) -> list[int]:
     """What AdamW holds: both moments and a step count of each parameter, in fp32 as :mod:`lorarun.optim` has them."""
     sizes = []
     for p in trained:
@@ -220,24 +221,31 @@ def choose(predictor: Predictor, tokens: int, policy: str, limit: float) -> Foun
 
     count = predictor.blocks
     if policy != "auto":
-        tiles = _tiles(tokens, None if policy in POLICIES[:3] else TILES[0]) if policy != "keep" else [None]
-        candidates = [Choice([policy] * count, tile) for tile in tiles]
+        candidates = [Choice([policy] * count, tile) for tile in _tiles(tokens, policy)]
         return next(((c, found) for c in candidates if (found := fits(c))), None)
     if predictor.quantised and tokens <= DENSE_TOKENS:
         dense = Choice(["keep"] * count, keep_dense=True)
         if found := fits(dense):
             return dense, found
     for fast, slow in zip(POLICIES, POLICIES[1:], strict=False):
-        for tile in _tiles(tokens, None)[:2] if slow != POLICIES[-1] else _tiles(tokens, None):
-            if best := _most(lambda n, f=fast, s=slow, t=tile: Choice([s] * (count - n) + [f] * n, t), count, fits):
+        for tile in _tiles(tokens, "auto")[: {"no_gate_up": 1, "offload": None}.get(slow, 2)]:
+            if best := _most(functools.partial(_mixed, count, fast, slow, tile), count, fits):
                 return best
     return None
 
 
-def _tiles(tokens: int, first: int | None) -> list[int | None]:
-    """Tiles worth trying, from fast to small."""
+def _tiles(tokens: int, policy: str) -> list[int | None]:
+    """Tiles worth trying, from fast to small.  A tiled MLP keeps no products; the last two policies are asked for to
+    save memory, and tile in any case."""
     tiles: list[int | None] = [tile for tile in TILES if tile < tokens]
-    return [None, *tiles] if first is None or not tiles else tiles
+    if policy == "keep" or not tiles:
+        return [None]
+    return tiles if policy in ("recompute", "offload") else [None, *tiles]
+
+
+def _mixed(count: int, fast: str, slow: str, tile: int | None, most: int) -> Choice:
+    """The last ``most`` of the blocks under the faster policy."""
+    return Choice([slow] * (count - most) + [fast] * most, tile)
 
 
 def _most(make: Callable[[int], Choice], count: int, fits: Callable[[Choice], tuple[int, int] | None]) -> Found | None:
@@ -268,18 +276,20 @@ def _free(model: Model, predictor: Predictor) -> float:
 def _too_large(predictor: Predictor, tokens: int, policy: str, limit: float) -> str:
     least = POLICIES[-1] if policy == "auto" else policy
 
-    def smallest(length: int) -> Choice:
-        return Choice([least] * predictor.blocks, None if least == "keep" else _tiles(length, None)[-1])
+    def needs(units: int) -> int:  # of 128 tokens
+        choice = Choice([least] * predictor.blocks, _tiles(128 * units, least)[-1])
+        return predictor.predict(128 * units, choice)[1]
 
-    needed = predictor.predict(tokens, smallest(tokens))[1]
-    low, high = 0, -(-tokens // 128)  # in 128 tokens
-    while high - low > max(1, high // 128):
-        middle = (low + high) // 2
-        fits = predictor.predict(128 * middle, smallest(128 * middle))[1] <= limit
-        low, high = (middle, high) if fits else (low, middle)
-    what = (
-        f"plan: {tokens:,} tokens need {needed / GIB:.2f} GiB with policy {least!r}, the budget is {limit / GIB:.2f}. "
-    )
-    if low:
-        return what + f"max_tokens={128 * low} would fit" + ("." if least == "offload" else ", or policy='auto'.")
-    return what + "Not even 128 tokens fit: fewer bits, a smaller rank or a smaller model would help."
+    low, high = 1, max(2, -(-tokens // 128))
+    at_low, at_high = needs(low), needs(high)
+    what = f"plan: {tokens:,} tokens need {at_high / GIB:.2f} GiB with policy {least!r}, of {limit / GIB:.2f} GiB. "
+    while at_low <= limit and high - low > (apart := max(1, high // 128)):  # the line is nearly straight
+        guess = low + int((high - low) * (limit - at_low) / (at_high - at_low))
+        guess = min(max(guess, low + apart), high - apart)
+        if (found := needs(guess)) <= limit:
+            low, at_low = guess, found
+        else:
+            high, at_high = guess, found
+    if at_low > limit:
+        return what + "Not even 128 tokens fit: fewer bits, a smaller rank or a smaller model would help."
+    return what + f"max_tokens={128 * low} would fit" + ("." if least == POLICIES[-1] else ", or policy='auto'.")

@@ -335,6 +335,8 @@ class Model(nn.Module):
         self.config = config
         self.policies: list[str] = ["keep"] * config.num_hidden_layers
         self.tile: int | None = None
+        self.compute = "bf16"
+        self.deterministic = False
         self.tokenizer: Any = None
         self.source: Any = None
         self.adapters: dict[str, Any] = {}

@@ -298,7 +298,7 @@ class Sketch:
         self.learns = graded or any(p.requires_grad for p in model.parameters())
         tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
         self.weights = [rounded(t.nbytes) for t in tensors]
-        self.trained = [p for p in tensors if p.requires_grad]
+        self.trained: list[Tensor] = [p for p in tensors if p.requires_grad]
         self.dense = model.keep_dense
         self._pieces: dict[Any, Piece] = {}
 
@@ -316,13 +316,12 @@ class Sketch:
 
     def block(self, i: int, policy: str, tokens: int) -> Piece:
         """Block i under a policy."""
-        tile = None if policy == "keep" else self.model.tile
-        key = tokens, self.kinds[i], self.graded[i], policy, tile, self.dense
+        key = tokens, self.kinds[i], self.graded[i], policy, self.model.tile, self.dense
         if key not in self._pieces:
             block = _on_meta(self.blocks[self.kinds[i]], {})  # one that has not run yet, and keeps nothing
             layers = [("in", None, not self.graded[i]), ("block", block, False), ("out", None, False)]
             policies = ["keep", policy, "keep"]
-            kept = self._run(layers, policies, tokens).alive()  # the first run makes what is kept for good
+            kept = self._run(layers, policies, 128).alive()  # the first run makes what is kept for good
             trace = self._run(layers, policies, tokens)
             end = len(trace.events)
             (start, _, entered), (at, arrived, _) = trace.cuts["in"], trace.cuts["out"]
@@ -369,7 +368,7 @@ def _forward_backward(model: Model, tokens: int, loss: bool) -> None:
         out = hidden.sum()
         del hidden
     if out.requires_grad:
-        out.backward()  # type: ignore[no-untyped-call]
+        out.backward()
 
 
 def _on_meta(module: Any, memo: dict[int, Any]) -> Any:
@@ -410,7 +409,8 @@ def step(ends: Piece, blocks: Sequence[Piece], offloaded: Sequence[bool] = ()) -
     The piece of an offloaded block is that of a recomputed one: what is different happens between blocks.  Its input
     leaves when that of the next offloaded block does, and is fetched when that one's is used.
     """
-    count, events = len(blocks), []
+    count = len(blocks)
+    events: list[Event] = []
     leaves = [i for i in range(count - 1) if offloaded and offloaded[i] and offloaded[i + 1]]
 
     def add(part: list[Event], own: Any, before: int, behind: int, back: bool = False) -> None:

@@ -112,7 +112,8 @@ def attention_reference(
     plain = first is None and window is None and queries in (1, keys)
     mask = None if plain else visible(queries, keys, first, window, q.device)
     q, k, v = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # [batch, heads, ·, head_dim]
-    grouped = plain and softcap is None and (q.device.type in ("cpu", "meta") or q.element_size() == 2)  # SDPA reads them itself
+    itself = q.device.type in ("cpu", "meta") or q.element_size() == 2  # SDPA reads grouped heads
+    grouped = plain and softcap is None and itself
     if queries == 1:  # the heads of a group stand as queries of one head: a cache is not repeated
         q = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
     elif heads > kv_heads and not grouped:

@@ -65,7 +65,7 @@ if INTERPRETED or torch.accelerator.current_accelerator() is not None:
     try:
         import triton as _module  # type: ignore[no-redef]
         import triton.language as tl  # type: ignore[no-redef]  # noqa: F401
-        import triton.tools.tensor_descriptor  # noqa: F401
+        from triton.tools import tensor_descriptor  # noqa: F401
 
         HAS_TRITON = True
     except ImportError:  # macOS, or a build without it
