@@ -8,10 +8,8 @@ boundary and the loop stays the open one.  What is replayed is the loss *and* it
 backward returns views of clone · upstream: accumulation, ``3 * loss``, hooks on parameters and ``autograd.grad`` see
 what they would see without a graph, since no gradient that autograd holds is ever written again.
 
-A graph serves one shape, so batches are padded to a few lengths; padding tokens are documents of their own, or stand
-behind a causal row, and have no label, so that they take no part in anything.  Which of the rows are supervised, the
-documents, the denominator and the value that dropout masks depend on are data in static buffers, filled by one copy
-from pinned memory: nothing waits for the device.
+A graph serves one shape, so batches are padded to a few (:mod:`lorarun.bucket`).  Which tokens are supervised, the
+documents, the denominator and the value that dropout masks depend on are data in a static buffer: nothing waits.
 
 What may not be replayed is not captured: everything that Python would have done in the step (hooks, replaced modules,
 modes, autocast) is looked for at every call, and so is every pointer that a graph holds.  Such a step runs as always,
@@ -24,18 +22,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lorarun.bucket import Given, Inputs, Shape, pack, shape_of, unpack
 from lorarun.kernels.backend import runs_triton, why
-from lorarun.kernels.cross_entropy import IGNORE
-from lorarun.nn import Factor, Linear, Model
+from lorarun.nn import Linear, Model
 
 GRAPHS = 8  # held at a time; they share one pool, which takes what the largest needs
 SIGHTINGS = 2  # a step is captured when its key comes up for this time: the first compiles kernels and fills caches
@@ -45,115 +43,7 @@ IDLE = 64  # replays after which a graph that served none of them may make room 
 # that is 2.7 ms, and launching hides behind it.
 WORK = 4.5e11
 
-
-class Given(NamedTuple):
-    """A batch on the CPU, as ``loss`` sees it; tensors [batch, seq] int64.  goal: the targets, −100 where none."""
-
-    ids: Tensor
-    positions: Tensor | None
-    documents: Tensor | None
-    goal: Tensor
-    supervised: int  # how many targets there are
-    denominator: float | Tensor
-
-
-class Inputs(NamedTuple):
-    """The same on the model's device.  rows: the indices of the tokens that go through the head, None for all of
-    them; goal: their targets, [rows]."""
-
-    ids: Tensor
-    positions: Tensor | None
-    documents: Tensor | None
-    rows: Tensor | None
-    goal: Tensor
-    denominator: float | Tensor
-
-
 Compute = Callable[[Model, Inputs], Tensor]
-
-
-# --- lengths ---------------------------------------------------------------------------------------------------------
-
-
-class Shape(NamedTuple):
-    """What a graph is made for: batch, seq, rows through the head, and which of the optional inputs there are."""
-
-    batch: int
-    seq: int
-    rows: int
-    positions: bool
-    documents: bool
-
-    def __str__(self) -> str:
-        kind = "packed or padded" if self.documents else "dense"
-        return f"{self.batch}×{self.seq} {kind}, {self.rows} supervised"
-
-
-def bucket(length: int, least: int = 128) -> int:
-    """The next of the lengths 2ᵏ and 1.5 · 2ᵏ, about powers of √2: 128, 192, 256, 384, 512 and so on."""
-    power = 1 << max(length - 1, least - 1).bit_length()  # ≥ length
-    return power * 3 // 4 if length <= power * 3 // 4 >= least else power
-
-
-def shape_of(given: Given) -> Shape:
-    """The shape that a batch is padded to.
-
-    Dense rows stay dense, which cuDNN serves in multiples of 128, where that is at most a quarter longer.  All others
-    become (or are) documents, whose padding is documents of its own.
-    """
-    batch, seq = given.ids.shape
-    dense = -(-seq // 128) * 128
-    if given.documents is None and dense <= 1.25 * seq:
-        documents, padded = False, dense
-    else:
-        documents, padded = True, bucket(seq, max(16, 128 // batch))
-    tokens = batch * padded
-    rows = next(n for n in (tokens // 4, tokens // 2, tokens) if n >= given.supervised)
-    return Shape(batch, padded, rows, given.positions is not None, documents)
-
-
-def pack(given: Given, shape: Shape, clock: int) -> Tensor:
-    """Everything that a captured step reads, padded and one behind the other: int64 on the CPU, see :func:`unpack`."""
-    pad = (0, shape.seq - given.ids.shape[1])
-    goal = F.pad(given.goal, pad, value=IGNORE).flatten()
-    parts = [F.pad(given.ids, pad).flatten()]
-    if given.positions is not None:
-        parts.append(F.pad(given.positions, pad).flatten())
-    if shape.documents:
-        documents = torch.zeros_like(given.ids) if given.documents is None else given.documents
-        parts.append(F.pad(documents, pad, value=-1).flatten())
-    if shape.rows < len(goal):  # the supervised ones first, then others, so that no row comes twice
-        rows = (goal == IGNORE).int().argsort(stable=True)[: shape.rows]
-        parts.append(rows)
-        goal = goal[rows]
-    own = 1.0 if isinstance(given.denominator, Tensor) else float(given.denominator)
-    numbers = torch.tensor([own], dtype=torch.float64, device="cpu").view(torch.int64)
-    return torch.cat([*parts, goal, numbers, torch.tensor([clock], device="cpu")])
-
-
-def unpack(flat: Tensor, shape: Shape) -> tuple[Inputs, Tensor]:
-    """Views of what :func:`pack` made, and the dropout clock's value [] behind them."""
-    grid = shape.batch * shape.seq
-    some = shape.rows < grid
-    present = [True, shape.positions, shape.documents]
-    sizes = [grid * there for there in present] + [shape.rows * some, shape.rows, 1, 1]
-    ids, positions, documents, rows, goal, denominator, clock = flat[: sum(sizes)].split(sizes)
-    grids = [
-        part.view(shape.batch, shape.seq) if there else None
-        for part, there in zip((ids, positions, documents), present, strict=True)
-    ]
-    assert grids[0] is not None
-    inputs = Inputs(
-        grids[0], grids[1], grids[2], rows if some else None, goal, denominator.view(torch.float64).squeeze(0)
-    )
-    return inputs, clock.squeeze(0)
-
-
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on ``device``; from the CPU to an accelerator by way of pinned memory, which nobody waits for."""
-    if tensor.device.type == "cpu" and device.type not in ("cpu", "meta"):
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
 
 
 # --- what a step depends on ------------------------------------------------------------------------------------------
@@ -173,12 +63,14 @@ class Look(NamedTuple):
 
 
 def look(model: Model) -> Look:
-    """Walk over a model, which takes a third of a millisecond for each thousand modules."""
+    """Walk over a model: some microseconds a projection, since it is done at every step.
+
+    Below a projection only its weight and its adapters' matrices are looked at, which never call anything.
+    """
     structure: list[Any] = []
     state: list[Any] = []
     learning: list[nn.Module] = []
-    dtypes = set()
-    obstacle = None
+    obstacle, live = None, False
     stack: list[nn.Module] = [model]
     while stack:
         module = stack.pop()
@@ -193,28 +85,42 @@ def look(model: Model) -> Look:
             obstacle = f"a {kind.__name__} is none of lorarun's modules"
         structure.append(kind)
         for parameter in own["_parameters"].values():
-            if parameter is None:
-                continue
-            structure.append(parameter.data_ptr())
-            if kind is not Factor:
-                structure.append(parameter._version)  # of which there may be a copy in another format
+            if parameter is not None:
+                structure += parameter.data_ptr(), parameter._version
                 obstacle = "a base weight is trained" if parameter.requires_grad else obstacle
-            elif parameter.requires_grad:
-                learning.append(module)
-                dtypes.add(parameter.dtype)
-                state.append(len(structure))
-        if kind is Linear and own["adapters"]:
-            adapter = own["adapters"].get(own["active"])
-            state.append((own["active"], own["training"], own["merged"] is None))
-            state.append(None if adapter is None else (adapter.scale, adapter.dropout, adapter.stream))
-        elif "dense" in own and own["dense"] is not None:  # a store and its 16-bit copy
-            structure.append(own["dense"][1].data_ptr())
-        stack.extend(child for child in own["_modules"].values() if child is not None)
-    if obstacle is None and not learning:
+        if kind is not Linear:
+            stack.extend(child for child in own["_modules"].values() if child is not None)
+        elif own["_modules"]:
+            live |= _look_below(own, structure, state, learning)
+    if obstacle is None and not (learning and live):
         obstacle = "no adapter is trained"
-    if obstacle is None and len(dtypes) > 1:
-        obstacle = "adapter matrices of several dtypes"
-    return Look(obstacle, tuple(structure), tuple(state), learning)
+    found = Look(obstacle, tuple(structure), tuple(state), learning)
+    if obstacle is None and len({parameter.dtype for parameter in found.parameters}) > 1:
+        return found._replace(obstacle="adapter matrices of several dtypes")
+    return found
+
+
+def _look_below(own: dict[str, Any], structure: list[Any], state: list[Any], learning: list[nn.Module]) -> bool:
+    """Add a projection's store and adapters; whether one of these runs."""
+    children = own["_modules"]
+    if (store := children.get("weight")) is not None:
+        codes = store.__dict__["_parameters"]["codes"]
+        structure += codes.data_ptr(), codes._version, type(store)  # of an edited one there may be a stale copy
+        if store.dense is not None:
+            structure.append(store.dense[1].data_ptr())
+    if not own["adapters"]:
+        return False
+    for side in ("lora_A", "lora_B"):
+        for factor in children[side].__dict__["_modules"].values():
+            matrix = factor.__dict__["_parameters"]["weight"]
+            structure.append(matrix.data_ptr())
+            if matrix.requires_grad:
+                learning.append(factor)
+                state.append(len(structure))
+    adapter, on = own["adapters"].get(own["active"]), own["merged"] is None
+    state.append((own["active"], own["training"], on))
+    state.append(None if adapter is None else (adapter.scale, adapter.dropout, adapter.stream))
+    return on and adapter is not None
 
 
 def modes(device: torch.device) -> str | None:
@@ -251,7 +157,8 @@ class Step:
     """One graph with its static inputs (``flat``) and outputs (``loss``, ``grads``), all outside the graphs' pool."""
 
     def __init__(self, model: Model, shape: Shape, parameters: list[nn.Parameter], compute: Compute) -> None:
-        self.model, self.shape, self.compute = model, shape, compute
+        self.model = weakref.ref(model)  # which holds the step, and shall go when its owner lets go of it
+        self.shape, self.compute, self.clock = shape, compute, model.clock
         self.dtype = parameters[0].dtype
         self.sizes = [parameter.numel() for parameter in parameters]
         self.shapes = [parameter.shape for parameter in parameters]
@@ -265,12 +172,10 @@ class Step:
 
     def fill(self, given: Given) -> None:
         """Put a batch into the static inputs: one copy."""
-        packed = pack(given, self.shape, int(self.model.clock.value()))
+        packed = pack(given, self.shape, int(self.clock.value()))
         if self.flat is None:
-            self.flat = torch.empty(packed.shape, dtype=packed.dtype, device=self.model.device)
-        if self.flat.device.type != "cpu":
-            packed = packed.pin_memory()
-        self.flat.copy_(packed, non_blocking=True)
+            self.flat = torch.empty(packed.shape, dtype=packed.dtype, device=self.grads.device)
+        self.flat.copy_(packed.pin_memory() if self.flat.is_cuda else packed, non_blocking=True)
         if isinstance(given.denominator, Tensor):
             denominator = unpack(self.flat, self.shape)[0].denominator
             assert isinstance(denominator, Tensor)
@@ -278,21 +183,22 @@ class Step:
 
     def run(self) -> None:
         """What is captured: the loss of the static inputs and its gradients, into the static outputs."""
-        assert self.flat is not None
+        model = self.model()
+        assert model is not None and self.flat is not None
         inputs, clock = unpack(self.flat, self.shape)
-        held = [factor._parameters for factor in look(self.model).factors]
+        held = [factor._parameters for factor in look(model).factors]
         masters = [each["weight"] for each in held]
         # The same memory without the hooks of the parameters, which belong to the loss that is replayed.
         bare = [nn.Parameter(master.detach()) for master in masters if master is not None]
-        self.model.clock.now = clock
+        self.clock.now = clock
         try:
             for each, parameter in zip(held, bare, strict=True):
                 each["weight"] = parameter
             with torch.enable_grad():
-                loss = self.compute(self.model, inputs)
+                loss = self.compute(model, inputs)
                 grads = torch.autograd.grad(loss, bare, allow_unused=True)
         finally:
-            self.model.clock.now = None
+            self.clock.now = None
             for each, master in zip(held, masters, strict=True):
                 each["weight"] = master
         self.loss.copy_(loss.detach())
@@ -357,9 +263,8 @@ class Steps:
             return None  # evaluation
         shape, step = shape_of(given), None
         parameters: list[nn.Parameter] = []
-        self.reason = unfit(model, given, shape) or modes(model.device)
-        if self.reason is None and self.capture is None:
-            self.reason = capturable(model)
+        own = None if self.capture else capturable(model)
+        self.reason = modes(model.device) or own or unfit(model, given, shape)
         if self.reason is None:
             found = look(model)
             self.reason, parameters = found.obstacle, found.parameters
@@ -477,7 +382,6 @@ class Steps:
 
 def unfit(model: Model, given: Given, shape: Shape) -> str | None:
     """Why a batch of this shape is better run eagerly, or cannot run otherwise; None where a graph serves it."""
-    block = model.model.layers[0] if len(model.model.layers) else None
     policies = sorted(set(getattr(model, "policies", None) or ["keep"]) - {"keep"})
     if policies:
         return f"the plan says {', '.join(policies)}"
@@ -488,11 +392,8 @@ def unfit(model: Model, given: Given, shape: Shape) -> str | None:
     rotary = model.rotary.values() if isinstance(model.rotary, dict) else [model.rotary]
     if any(tables.dynamic for tables in rotary):
         return "dynamic rotary scaling looks at the positions"
-    if block is None or shape.batch * shape.seq * weights(block) > WORK:
-        return f"{shape.batch * shape.seq:,} tokens keep the GPU busy"
+    tokens, c = shape.batch * shape.seq, model.config
+    rows = 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim + 3 * c.intermediate_size
+    if tokens * c.hidden_size * rows > WORK:
+        return f"{tokens:,} tokens keep the GPU busy"
     return None
-
-
-def weights(block: nn.Module) -> int:
-    """How many weights the projections of a block have."""
-    return sum(module.weight.shape.numel() for module in block.modules() if isinstance(module, Linear))

@@ -358,6 +358,11 @@ class Model(nn.Module):
         for _, store in stores(self):
             store.kept, store.dense = on, None
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if self.graphs is not None:
+            self.graphs.drop()  # they hold on to where things are
+        return super()._apply(fn, recurse)
+
     @property
     def device(self) -> torch.device:
         device: torch.device = self.model.embed_tokens.weight.device

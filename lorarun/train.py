@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from lorarun.adapter import save_adapter
+from lorarun.bucket import Given, Inputs, sent
 from lorarun.data import Batch, Batches, Prepared, as_batch, batches, prepare, supervised, targets
-from lorarun.graph import Given, Inputs, Steps, sent
+from lorarun.graph import Steps
 from lorarun.kernels.cross_entropy import IGNORE, linear_cross_entropy
 from lorarun.lora import linears
 from lorarun.memory import follow
@@ -43,6 +44,7 @@ def loss(model: Model, batch: Batch | Mapping[str, Any], denominator: float | Te
     several).
 
     Full logits are never held: rows without a target are dropped before the head, the rest goes through it in chunks.
+    A small step is replayed as a CUDA graph from its second time on, see :mod:`lorarun.graph`; nothing else changes.
     A batch without a target gives 0 with zero gradients, whatever the denominator, and a warning when its step has none
     either.
     """

@@ -6,22 +6,24 @@ the real thing.  tests/test_training_gpu.py has the graphs.
 
 import copy
 import functools
+import gc
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
+from small import BATCHES, given, packed, texts
 from torch.utils.flop_counter import FlopCounterMode
 
 import lorarun
 from lorarun import graph, train
-from lorarun.data import Batch, supervised, targets
-from lorarun.graph import Given, Shape, Steps, bucket, look, pack, shape_of, unpack
+from lorarun.bucket import shape_of
+from lorarun.graph import Steps, look
 from lorarun.lora import linears
 
 load = functools.partial(lorarun.load, device="cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
-LENGTH = 40
 
 
 def rerun(run):
@@ -47,31 +49,6 @@ def at_first_sight(monkeypatch):
     monkeypatch.setattr(graph, "SIGHTINGS", 1)
 
 
-def texts(count=2, seq=LENGTH, seed=0, share=0.5):
-    """Dense rows, a part of them supervised."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, 1000, (count, seq), generator=generator)
-    return Batch(ids, torch.where(torch.rand(count, seq, generator=generator) < share, ids, -100))
-
-
-def packed(*lengths, seed=0, share=0.5):
-    batch = texts(1, sum(lengths), seed, share)
-    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    return Batch(batch.ids, batch.labels, positions, documents)
-
-
-def padded():
-    batch = texts(3)
-    lengths = torch.tensor([[40], [7], [21]])
-    inside = torch.arange(LENGTH) < lengths
-    return Batch(batch.ids, torch.where(inside, batch.labels, -100), documents=torch.where(inside, 0, -1))
-
-
-def given(batch, denominator=1.0):
-    return Given(batch.ids, batch.positions, batch.documents, targets(batch), supervised(batch), denominator)
-
-
 def gradients(model):
     found = [p.grad for p in lorarun.lora_parameters(model)]
     model.zero_grad()
@@ -83,50 +60,6 @@ def same(got, expected, rel=2e-5):
     assert len(got) == len(expected) > 0
     for mine, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=rel * max(theirs.abs().max().item(), 1e-12))
-
-
-BATCHES = {"dense": texts, "dense-128": lambda: texts(1, 120), "packed": lambda: packed(9, 1, 17), "padded": padded}
-
-
-# --- shapes and buffers ----------------------------------------------------------------------------------------------
-
-
-def test_buckets_are_about_a_root_of_two_apart():
-    assert [bucket(n) for n in (1, 128, 129, 192, 193, 257, 512, 513, 769)] == [
-        128, 128, 192, 192, 256, 384, 512, 768, 1024,
-    ]  # fmt: skip
-    for n in range(1, 3000):
-        assert n <= bucket(n, 16) < max(17, 1.5 * n)
-
-
-def test_shapes():
-    assert shape_of(given(texts(2, 256, share=1.0))) == Shape(2, 256, 512, False, False)
-    assert shape_of(given(texts(1, 500, share=0.2)))[:3] == (1, 512, 128)
-    assert shape_of(given(texts(8, 40))) == Shape(8, 48, 192, False, True)  # 128 would be three times the work
-    assert shape_of(given(packed(100, 30)))[:2] == (1, 192)
-    assert all(shape_of(given(packed(n)))[1] >= n for n in range(1, 200))
-
-
-@pytest.mark.parametrize("name", BATCHES)
-def test_what_is_packed_is_unpacked(name):
-    batch = BATCHES[name]()
-    shape = shape_of(given(batch))
-    inputs, clock = unpack(pack(given(batch, 12.5), shape, 2**62 + 3), shape)
-    assert clock == 2**62 + 3 and inputs.denominator == 12.5
-    seq = batch.ids.shape[1]
-    assert torch.equal(inputs.ids[:, :seq], batch.ids) and not inputs.ids[:, seq:].any()
-    if batch.positions is not None:
-        assert torch.equal(inputs.positions[:, :seq], batch.positions)
-    if shape.documents:
-        assert (inputs.documents[:, seq:] == -1).all()
-        expected = torch.zeros_like(batch.ids) if batch.documents is None else batch.documents
-        assert torch.equal(inputs.documents[:, :seq], expected)
-    rows = torch.arange(inputs.ids.numel()) if inputs.rows is None else inputs.rows
-    assert len(rows.unique()) == len(rows) == shape.rows
-    goal = torch.full(inputs.ids.shape, -100).flatten()
-    goal[rows] = inputs.goal
-    goal = goal.view(inputs.ids.shape)
-    assert torch.equal(goal[:, :seq], targets(batch)) and (goal[:, seq:] == -100).all()
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------
@@ -284,6 +217,11 @@ def test_an_adapter_that_is_loaded_or_chosen_is_the_one_that_learns(tiny, tmp_pa
     with lorarun.adapters_disabled(model):
         assert not lorarun.loss(model, texts()).requires_grad
     assert model.graphs.reason == "no adapter is trained"
+    lorarun.loss(lorarun.merge(model) or model, texts())
+    assert model.graphs.reason == "no adapter is trained"
+    lorarun.unmerge(model)
+    lorarun.loss(model, texts()).backward()
+    assert model.graphs.reason is None
 
 
 def test_a_parameter_with_another_pointer_is_seen(tiny):
@@ -348,6 +286,21 @@ def test_dropout_follows_the_clock(tiny):
     assert model.eval().graphs is not None
     assert lorarun.loss(model, batch).item() == pytest.approx(lorarun.loss(eager.eval(), batch).item(), rel=1e-6)
     assert len(model.graphs.held) == 2
+
+
+def test_a_model_goes_when_nobody_holds_it(tiny):
+    """Its memory is not left to the garbage collector."""
+    model = adapted(tiny("llama3"))
+    value = lorarun.loss(model, texts())
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+    value.backward()
 
 
 # --- eager instead ---------------------------------------------------------------------------------------------------

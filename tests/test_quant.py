@@ -18,7 +18,15 @@ from lorarun.load import load, load_adapter
 from lorarun.lora import add_lora, find_targets, linears, lora_parameters, merge
 from lorarun.models import build_model
 from lorarun.nn import Linear
-from lorarun.quant.store import FP8Store, NF4Store, Store, dequantize, dequantize_side_by_side, stores
+from lorarun.quant.store import (
+    FP8Store,
+    NF4Store,
+    Store,
+    dense_side_by_side,
+    dequantize,
+    dequantize_side_by_side,
+    stores,
+)
 from lorarun.report import report
 
 FAMILIES = ["llama3", "llama-bias", "mistral-sliding", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"]
@@ -142,6 +150,33 @@ def test_side_by_side_whatever_they_are():
     for group in (nf4, nf4[:1], [*nf4, others[1]], [*nf4, others[0]], fp8, [*nf4, *fp8, weight(3, 65)]):
         joined = dequantize_side_by_side(group, torch.bfloat16)
         assert torch.equal(joined, torch.cat([dequantize(w, torch.bfloat16) for w in group]))
+
+
+def test_kept_copies_are_made_once_and_given_up(tiny):
+    model = load(tiny("llama3"), bits=4)
+    part = model.model.layers[0].self_attn
+    group = [part.q_proj.weight, part.k_proj.weight, part.v_proj.weight]
+    assert dense_side_by_side(group, torch.bfloat16) is not dense_side_by_side(group, torch.bfloat16)
+    model.keep_dense = True
+    copies = dense_side_by_side(group, torch.bfloat16)
+    assert dense_side_by_side(group, torch.bfloat16) is copies
+    assert torch.equal(copies, dequantize_side_by_side(group, torch.bfloat16))
+    said = report(model).to_dict()["storage"]["kept for the run"]
+    assert said == f"{copies.nbytes / 2**20:,.1f} MiB, 1 dequantised"
+    assert copy.deepcopy(model).model.layers[0].self_attn.q_proj.weight.dense is None
+    assert "dense" not in str(model.state_dict().keys())
+    wide = dense_side_by_side(group, torch.float32)
+    assert wide.dtype == torch.float32
+    other = NF4Store.from_dense(weight(*group[1].shape))
+    group[1].load_state_dict(other.state_dict())
+    assert torch.equal(dense_side_by_side(group, torch.float32), dequantize_side_by_side(group, torch.float32))
+    assert not torch.equal(dense_side_by_side(group, torch.float32), wide)
+    model.to(torch.bfloat16)
+    assert group[0].dense is None
+    dense_side_by_side(group, torch.bfloat16)
+    model.keep_dense = False
+    assert group[0].dense is None
+    assert dense_side_by_side(group, torch.bfloat16) is not dense_side_by_side(group, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])

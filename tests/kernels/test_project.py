@@ -128,3 +128,37 @@ def test_a_hook_on_one_projection_fires(device):
     linears[1]._forward_hooks.clear()
     for a, b in zip(hooked, project(x, *linears), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.kernel
+def test_a_clock_on_the_device_draws_the_same_masks(device):
+    """What a captured step reads its masks from, instead of a number in the launch."""
+    torch.manual_seed(0)
+    clock = Clock(3, 2**40 + 5)
+    gate, up = (linear(device, torch.float32, 64, 132, 8, dropout=0.25, stream=2, clock=clock) for _ in "gu")
+    down = linear(device, torch.float32, 132, 64, 4, dropout=0.25, stream=3, clock=clock)
+    h = torch.randn(2, 35, 64, device=device, requires_grad=True)
+    results = []
+    for now in (None, torch.tensor(clock.value(), device=device)):
+        clock.now = now
+        y = gated_mlp(project(h, gate, up)[0][..., :64] + h, gate, up, down, "silu")
+        results.append([y, *torch.autograd.grad(y.square().sum(), [h, *gate.factors("default")])])
+    assert all(map(torch.equal, *results))
+    before = project(h, gate)[0]
+    clock.now.add_(1)
+    assert not torch.equal(project(h, gate)[0], before)
+
+
+@pytest.mark.kernel
+def test_kept_copies_give_the_same_bits(device):
+    torch.manual_seed(0)
+    linears = [linear(device, torch.float32, 64, n, 8, stored=True) for n in (64, 32)]
+    x = torch.randn(5, 7, 64, device=device, requires_grad=True)
+    results = []
+    for kept in (False, True, True):
+        for each in linears:
+            each.weight.kept = kept
+        y = torch.cat(project(x, *linears), -1)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [x, *linears[0].factors("default")])])
+        assert (linears[0].weight.dense is not None) == kept and linears[1].weight.dense is None
+    assert all(map(torch.equal, results[0], results[1])) and all(map(torch.equal, results[0], results[2]))
