@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from lorarun.graph import bucket
+from lorarun.bucket import bucket
 from lorarun.kernels.backend import shapes_only
 from lorarun.load import free_memory
 from lorarun.nn import Model

@@ -358,17 +358,22 @@ class Sketch:
 
 
 def _forward_backward(model: Model, tokens: int, loss: bool) -> None:
-    ids, goal, rows = (torch.empty(shape, dtype=torch.int64, device="meta") for shape in ((1, tokens), tokens, tokens))
-    hidden = model.hidden_states(ids)
-    if loss:
-        picked = hidden.flatten(0, 1).index_select(0, rows)
-        del hidden
-        out = linear_cross_entropy(picked, model.lm_head.weight, goal, model.softcap).sum() / tokens
-    else:
-        out = hidden.sum()
-        del hidden
+    out = _loss(model, tokens) if loss else _inner(model, tokens).sum()
     if out.requires_grad:
         out.backward()
+
+
+def _inner(model: Model, tokens: int) -> Tensor:
+    hidden: Tensor = model.hidden_states(torch.empty((1, tokens), dtype=torch.int64, device="meta"))
+    return hidden
+
+
+def _loss(model: Model, tokens: int) -> Tensor:
+    """As :func:`lorarun.loss` computes it, with the same tensors alive."""
+    goal, rows = (torch.empty(tokens, dtype=torch.int64, device="meta") for _ in range(2))
+    hidden = _inner(model, tokens)
+    picked = hidden.flatten(0, 1).index_select(0, rows)
+    return linear_cross_entropy(picked, model.lm_head.weight, goal, model.softcap).sum() / tokens
 
 
 def _on_meta(module: Any, memo: dict[int, Any]) -> Any:
