@@ -2,7 +2,7 @@
 without need.
 
 The usual way is to try, run out of memory, and recompute everything from then on.  Here memory is predicted before the
-first step, by :mod:`lorarun.trace`, and policies are chosen by the block: as many as fit keep everything, the others
+first step, by :mod:`lorarun.sketch`, and policies are chosen by the block: as many as fit keep everything, the others
 the next that saves memory (``engine``'s order: keep, no_gate_up, selective, recompute, offload).  Blocks at the top of
 the stack get the faster policy: they are freed first, and the slower ones' larger working set comes when that is gone.
 
@@ -31,11 +31,13 @@ from lorarun.load import free_memory
 from lorarun.nn import Model
 from lorarun.quant.store import stores
 from lorarun.recompute import POLICIES  # from fast to slow
-from lorarun.trace import MIB, Event, Reserved, Sketch, peak, rounded, step
+from lorarun.sketch import Sketch, step
+from lorarun.trace import MIB, Event, Reserved, peak, rounded
 
 GIB = 2**30
 TILES = (4096, 2048, 1024)  # rows of an MLP at a time; its products lose no speed at the first
 DENSE_TOKENS = 2048  # up to here dequantising is at least a twelfth of a step
+HOSTS = ("cpu", "meta")  # where loss does not plan by itself
 MARGIN = GIB  # of a device's free memory left to what torch does not allocate: kernels, libraries
 
 
@@ -59,6 +61,7 @@ class Plan:
     allocated: int
     reserved: int
     budget: float
+    failed: str = ""  # why nothing could be predicted
 
     def rows(self) -> dict[str, str]:
         """The plan in words."""
@@ -68,7 +71,9 @@ class Plan:
         copies = "in 16 bits, beside the quantised weights" if self.keep_dense else "none"
         return {
             "tokens of a batch": f"{self.tokens:,}",
-            "predicted": f"{self.allocated / GIB:.2f} GiB allocated, {self.reserved / GIB:.2f} GiB reserved{limit}",
+            "predicted": f"nothing: {self.failed}"
+            if self.failed
+            else f"{self.allocated / GIB:.2f} GiB allocated, {self.reserved / GIB:.2f} GiB reserved{limit}",
             "blocks, from the input": ", then ".join(f"{count} {policy}" for policy, count in runs),
             "MLP": f"{self.tile:,} rows at a time" if tiled else "whole",
             "kept copies of weights": copies,
@@ -130,12 +135,18 @@ def plan(
 def follow(model: Model, tokens: int) -> None:
     """Plan a training step of ``tokens`` on an accelerator where there is no plan yet, or one for shorter batches."""
     made = model.planned
-    if model.device.type in ("cpu", "meta") or not torch.is_grad_enabled() or (made and tokens <= made.tokens):
+    if model.device.type in HOSTS or not torch.is_grad_enabled() or (made and tokens <= made.tokens):
         return
     if not any(p.requires_grad for p in model.parameters()):
         return
     if made is None:
-        plan(model, bucket(tokens))
+        try:
+            plan(model, bucket(tokens))
+        except (RuntimeError, TypeError) as error:  # somebody's module that cannot run on the meta device
+            failed = f"{type(error).__name__}: {error}".partition("\n")[0]
+            print(f"plan: memory cannot be predicted, every block keeps everything ({failed})", file=sys.stderr)
+            keep = ("keep",) * len(model.policies)
+            model.planned = Plan(sys.maxsize, "auto", keep, None, False, "bf16", False, 0, 0, math.inf, failed)
         return
     print(f"plan: a batch of {tokens:,} tokens is longer than the {made.tokens:,} planned; again:", file=sys.stderr)
     plan(model, bucket(tokens), made.asked, made.budget, made.compute, made.deterministic)
@@ -268,8 +279,9 @@ def _free(model: Model, predictor: Predictor) -> float:
     if device.type == "meta":
         there = torch.accelerator.current_accelerator()
         return math.inf if there is None else free_memory(torch.device(there.type, 0)) - MARGIN
-    grads = sum(rounded(p.nbytes) for p in predictor.sketch.trained)
+    grads = sum(rounded(p.nbytes) for p in predictor.sketch.trained)  # there all the time when steps accumulate
     held = sum(predictor.sketch.weights) + sum(rounded(p.grad.nbytes) for p in model.parameters() if p.grad is not None)
+    held += sum(store.dense[1].nbytes for _, store in stores(model) if store.dense is not None)
     return free_memory(device) + held - grads - (0 if device.type == "cpu" else MARGIN)
 
 

@@ -222,6 +222,7 @@ def fit(
         (learning_rate(step, steps, lr, ramp, schedule), list(itertools.islice(stream, accumulate)))
         for step in range(steps)
     )
+    follow(model, max_tokens)
     optimizer = Optimizer(parameters, weight_decay, clip)
     return _train(model, optimizer, steps, work, held, eval_every or steps, Path(out))
 

@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 import lorarun
+from lorarun import memory
 from lorarun.kernels import backend
 from lorarun.kernels.backend import shapes_only
 from lorarun.memory import GIB, Choice, Predictor, choose
@@ -181,6 +182,39 @@ def test_what_is_asked_for_is_obeyed_or_refused(tiny):
         with pytest.raises(ValueError, match="plan: "):
             lorarun.plan(model, 96, **wrong)
     assert model.planned is made
+
+
+def test_loss_follows_a_plan(tiny, monkeypatch, capsys):
+    """As on an accelerator: planned at the first batch, again for a longer one, and not at all where that fails."""
+    batch = {"ids": torch.arange(3, 103)[None], "labels": torch.arange(3, 103)[None]}
+    model = lorarun.load(tiny("llama3"))
+    lorarun.add_lora(model, r=4)
+    lorarun.loss(model, batch)
+    assert model.planned is None  # on a CPU
+    monkeypatch.setattr(memory, "HOSTS", ("meta",))
+    with torch.no_grad():
+        lorarun.loss(model, batch)
+    assert model.planned is None
+    lorarun.loss(model, batch)
+    assert model.planned.tokens == 128 and "128" in capsys.readouterr().err
+    made = model.planned
+    lorarun.loss(model, batch)
+    assert model.planned is made and not capsys.readouterr().err
+    lorarun.plan(model, 64, policy="recompute", budget=GIB)
+    lorarun.loss(model, batch)
+    assert "longer than the 64 planned" in capsys.readouterr().err
+    assert model.planned.tokens == 128 and model.policies == ["recompute"] * 4 and model.planned.budget == GIB
+
+    model.planned = None
+    rows = model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out + float(out.sum()) * 0)
+    lorarun.loss(model, batch)
+    assert model.planned.tokens == 128  # hooks are not run for a prediction
+    rows.remove()
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda *args, **kwargs: type(mlp).forward(mlp, *args, **kwargs)  # bound to real weights
+    model.planned = None
+    assert torch.isfinite(lorarun.loss(model, batch))
+    assert "cannot be predicted" in capsys.readouterr().err and "nothing: " in str(lorarun.report(model))
 
 
 def test_too_large_says_what_would_fit():

@@ -67,7 +67,7 @@ def make(name, bits, device, **more):
             del module.weight
             module.weight = NF4Store(codes, absmax, nested, table, offset, shape=shape)
         for key, p in list(module._parameters.items()):
-            if p is not None and p.is_meta:
+            if p is not None and p.is_meta and p.dtype == torch.bfloat16:
                 std = 0.1 if p.ndim == 1 else p.shape[-1] ** -0.5
                 dense = torch.empty(p.shape, dtype=p.dtype, device=device).normal_(std=std)
                 module._parameters[key] = torch.nn.Parameter(dense)
