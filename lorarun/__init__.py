@@ -13,6 +13,7 @@ from lorarun.export import save_merged
 from lorarun.generate import generate
 from lorarun.load import load, load_adapter
 from lorarun.lora import adapters_disabled, add_lora, lora_parameters, merge, unmerge, use_adapter
+from lorarun.memory import plan
 from lorarun.report import report
 from lorarun.train import evaluate, fit, loss
 
@@ -31,6 +32,7 @@ __all__ = [
     "lora_parameters",
     "loss",
     "merge",
+    "plan",
     "report",
     "save_adapter",
     "save_merged",

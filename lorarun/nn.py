@@ -11,15 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lorarun.kernels.backend import autocast
 from lorarun.kernels.dropout import Dropout, dropout
 from lorarun.kernels.lora import Branch, low_rank
+from lorarun.kernels.replay import decide
 from lorarun.kernels.rms_norm import add_rms_norm, rms_norm
 from lorarun.kernels.rope import rope
 from lorarun.quant.store import Store, stores
@@ -100,7 +102,14 @@ class Linear(nn.Module):
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
     def running(self) -> tuple[Branch, Dropout | None]:
-        """The adapter that runs now (none when it is merged), and its dropout where that is on."""
+        """The adapter that runs (none when it is merged), and its dropout where that is on.
+
+        Now, or inside a model at the time when this pass through it began.
+        """
+        running: tuple[Branch, Dropout | None] = decide(self, self._running)
+        return running
+
+    def _running(self) -> tuple[Branch, Dropout | None]:
         name = self.active if self.merged is None else None
         if name is None:
             return Branch(self.out_features), None
@@ -136,8 +145,7 @@ class Linear(nn.Module):
 
 def _autocast_dtype(x: Tensor) -> torch.dtype:
     """What torch.autocast makes of ``x`` in a matrix product; its own dtype where that is off."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return torch.get_autocast_dtype(x.device.type) if autocast(x.device) else x.dtype
 
 
 class _StoredLinear(torch.autograd.Function):
@@ -187,10 +195,15 @@ def untouched(module: nn.Module) -> bool:
 
     Only then may an operation that covers several modules run in their place.
     """
+    return type(module) in (Linear, RMSNorm) and not touched(module)
+
+
+def touched(module: nn.Module) -> bool:
+    """Whether somebody put hooks on a module or replaced its ``forward``."""
     hooks = (
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     )  # fmt: skip
-    return type(module) in (Linear, RMSNorm) and "forward" not in vars(module) and not any(hooks)
+    return "forward" in vars(module) or any(hooks)
 
 
 class Embedding(nn.Module):
@@ -209,6 +222,17 @@ class Embedding(nn.Module):
         return x if self.scale is None else x * torch.tensor(self.scale, dtype=x.dtype).item()
 
 
+class Tables(NamedTuple):
+    """Cosine and sine [batch or 1, seq, head_dim / 2] fp32 of one pass's positions, which every block of it is given.
+
+    ``decided`` is what the pass has decided so far, see :func:`lorarun.kernels.replay.decide`.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    decided: dict[Any, Any]
+
+
 class Rotary:
     """Cosine and sine tables of rotary embedding, with the scalings that published checkpoints use.
 
@@ -222,15 +246,15 @@ class Rotary:
         self.inv_freq, self.amplitude = frequencies(head_dim, rope, max_positions)
         self._on_device = self.inv_freq
 
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos, sin [batch or 1, seq, head_dim / 2] fp32 for positions [batch or 1, seq]."""
+    def __call__(self, positions: Tensor) -> Tables:
+        """The tables of a pass through the model, for positions [batch or 1, seq]."""
         if self._on_device.device != positions.device:
             self._on_device = self.inv_freq.to(positions.device)
         inv_freq = self._on_device
-        if self.dynamic and (longest := int(positions.max()) + 1) > self.max_positions:
+        if self.dynamic and not positions.is_meta and (longest := int(positions.max()) + 1) > self.max_positions:
             inv_freq = frequencies(self.head_dim, self.rope, self.max_positions, longest)[0].to(positions.device)
         angles = positions.unsqueeze(-1).float() * inv_freq
-        return angles.cos() * self.amplitude, angles.sin() * self.amplitude
+        return Tables(angles.cos() * self.amplitude, angles.sin() * self.amplitude, {})
 
 
 def frequencies(
@@ -294,7 +318,8 @@ class Model(nn.Module):
     """What every family's model is, beside its wiring: a decoder under ``model``, a head, and what it carries along.
 
     ``tokenizer`` and ``source`` come from loading (None for a model built from a configuration), ``adapters`` and
-    ``active`` from :mod:`lorarun.lora`.
+    ``active`` from :mod:`lorarun.lora`.  ``policies`` (a name of :mod:`lorarun.recompute` for each block) and ``tile``
+    (rows that an MLP takes at a time, None: all) say what training keeps in memory; no result depends on them.
     """
 
     config: Any
@@ -305,13 +330,19 @@ class Model(nn.Module):
     fp16 = True  # whether activations stay below 65,504, the largest float16
     nested = False  # whether its checkpoint is a multimodal one, which keeps it under ``model.language_model``
 
-    def __init__(self) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
+        self.config = config
+        self.policies: list[str] = ["keep"] * config.num_hidden_layers
+        self.tile: int | None = None
+        self.compute = "bf16"
+        self.deterministic = False
         self.tokenizer: Any = None
         self.source: Any = None
         self.adapters: dict[str, Any] = {}
         self.active: str | None = None
         self.clock = Clock()
+        self.planned: Any = None  # what lorarun.plan decided, or loss by itself
         self.graphs: Any = None  # the captured steps of lorarun.loss, see lorarun.graph
         self._keep_dense = False
 
@@ -381,11 +412,11 @@ class Model(nn.Module):
 
 
 def rotary(
-    q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor], q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None
+    q: Tensor, k: Tensor, tables: Tables, q_norm: RMSNorm | None = None, k_norm: RMSNorm | None = None
 ) -> tuple[Tensor, Tensor]:
     """Rotate q [batch, seq, heads, head_dim] and k [batch, seq, kv_heads, head_dim], normed per head first where
     norms are given."""
-    cos, sin = tables
+    cos, sin = tables[:2]
     if q_norm is None or k_norm is None:
         return rope(q, k, cos, sin)
     return rope(q, k, cos, sin, q_norm.weight, k_norm.weight, q_norm.eps, q_norm.plus_one)

@@ -15,7 +15,7 @@ reason is given by :func:`obstacle`, which the report shows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorarun.kernels.backend import runs_triton
+from lorarun.kernels.backend import autocast, runs_triton
 from lorarun.kernels.dropout import Dropout
 from lorarun.kernels.gated import adapted_backward, adapted_forward, gated
 from lorarun.kernels.lora import Branch, lora_down, lora_grad, lora_input_grad, lora_up_, serves
+from lorarun.kernels.replay import frame, keep
 from lorarun.nn import Linear, untouched
 from lorarun.quant.store import Store, dense_side_by_side
 
@@ -47,7 +48,7 @@ def obstacle(linears: Sequence[Linear], dtype: torch.dtype) -> str | None:
 
 def _fused(x: Tensor, linears: Sequence[Linear]) -> tuple[list[Branch], Dropout | None] | None:
     """The adapters and their dropout if one Function serves these projections, else None."""
-    if not runs_triton(x) or torch.is_autocast_enabled(x.device.type) or obstacle(linears, x.dtype) is not None:
+    if not runs_triton(x) or autocast(x.device) or obstacle(linears, x.dtype) is not None:
         return None
     running = [linear.running() for linear in linears]
     branches = [branch for branch, _ in running]
@@ -70,14 +71,18 @@ class Frozen:
         self.sizes = [linear.out_features for linear in linears]
         self.stored = any(isinstance(weight, Store) for weight in self.weights)
 
-    def mm(self, x: Tensor) -> Tensor:
+    def whole(self, dtype: torch.dtype) -> Tensor | None:
+        """Stored weights dequantised [Σ sizes, in], for several products in a row; None for dense ones."""
+        return dense_side_by_side(self.weights, dtype) if self.stored else None
+
+    def mm(self, x: Tensor, whole: Tensor | None = None) -> Tensor:
         """x [rows, in] → [rows, Σ sizes], biases added."""
         if self.stored:
             bias = None
             if any(b is not None for b in self.biases):
                 zero = [x.new_zeros(size) if b is None else b for b, size in zip(self.biases, self.sizes, strict=True)]
                 bias = torch.cat(zero).to(x.dtype)
-            return F.linear(x, dense_side_by_side(self.weights, x.dtype), bias)
+            return F.linear(x, dense_side_by_side(self.weights, x.dtype) if whole is None else whole, bias)
         y = torch.empty((len(x), sum(self.sizes)), dtype=x.dtype, device=x.device)
         for part, weight, bias in zip(y.split(self.sizes, dim=1), self.weights, self.biases, strict=True):
             if bias is None:
@@ -86,10 +91,10 @@ class Frozen:
                 torch.addmm(bias, x, weight.T, out=part)
         return y
 
-    def mm_t(self, dy: Tensor, dx: Tensor | None = None) -> Tensor:
+    def mm_t(self, dy: Tensor, dx: Tensor | None = None, whole: Tensor | None = None) -> Tensor:
         """dy [rows, Σ sizes] → the gradient of x, [rows, in]; added to ``dx`` in place where it is given."""
         if self.stored:
-            pairs = [(dy, dense_side_by_side(self.weights, dy.dtype))]
+            pairs = [(dy, dense_side_by_side(self.weights, dy.dtype) if whole is None else whole)]
         else:
             pairs = list(zip(dy.split(self.sizes, dim=1), self.weights, strict=True))
         for part, weight in pairs:
@@ -116,18 +121,24 @@ def _cast(grads: Sequence[Tensor | None], like: Sequence[Tensor | None]) -> list
 
 
 class _Project(torch.autograd.Function):
-    """Saves x and u.  Backward: dx = dy·W + the adapters' part; dA and dB in one pass over x and one over dy."""
+    """Saves x and u.  Backward: dx = dy·W + the adapters' part; dA and dB in one pass over x and one over dy.
+
+    Replayed, the outputs are those of the first time if the block's policy kept ``name``.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, frozen: Frozen, branches: list[Branch], drop: Dropout | None, x: Tensor, *factors: Tensor | None
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, frozen: Frozen, branches: list[Branch], drop: Dropout | None, name: str, x: Tensor,
+        *factors: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         branches = _rejoin(branches, factors)
-        y = frozen.mm(x)
-        u = None
-        if any(branch.rank for branch in branches):
-            u = lora_down(x, branches, drop)
-            lora_up_(y, u, branches)
+        u = lora_down(x, branches, drop) if any(branch.rank for branch in branches) else None
+
+        def products() -> Tensor:
+            y = frozen.mm(x)
+            return y if u is None else lora_up_(y, u, branches)
+
+        y: Tensor = keep(name, products)
         ctx.frozen, ctx.drop = frozen, drop
         ctx.shapes = [Branch(branch.size, scale=branch.scale) for branch in branches]
         ctx.save_for_backward(None if u is None else x, u, *factors)
@@ -139,14 +150,14 @@ class _Project(torch.autograd.Function):
         x, u, *factors = ctx.saved_tensors
         dy = side_by_side(dys)
         grads: list[Tensor | None] = [None] * len(factors)
-        dx, needs_dx = None, ctx.needs_input_grad[3]
+        dx, needs_dx = None, ctx.needs_input_grad[4]
         if u is not None:
             branches = _rejoin(ctx.shapes, factors)
             du, grads[1::2] = lora_grad(dy, u, branches)
             dx, grads[::2] = lora_input_grad(x, du, branches, ctx.drop, needs_dx)
         if needs_dx:
             dx = ctx.frozen.mm_t(dy, dx)
-        return None, None, None, dx, *_cast(grads, factors)
+        return None, None, None, None, dx, *_cast(grads, factors)
 
 
 def side_by_side(parts: Sequence[Tensor]) -> Tensor:
@@ -156,35 +167,88 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor:
         return first.contiguous()
     at, width = first.storage_offset(), sum(part.shape[1] for part in parts)
     for part in parts:
-        adjacent = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        adjacent = part.untyped_storage()._cdata == first.untyped_storage()._cdata  # also on meta, where pointers are 0
         if not adjacent or part.storage_offset() != at or part.stride() != (width, 1):
             return torch.cat(tuple(parts), dim=1)
         at += part.shape[1]
     return first.as_strided((len(first), width), (width, 1))
 
 
+def _in_tiles(
+    rows: int, tile: int | None, make: Callable[[slice], tuple[Tensor | None, ...]]
+) -> tuple[Tensor | None, ...]:
+    """make(part), row by row tensors, for parts of ``tile`` rows one after the other; the whole of each tensor."""
+    if tile is None or tile >= rows:
+        return make(slice(0, rows))
+    made: tuple[Tensor | None, ...] = ()
+    for start in range(0, rows, tile):
+        part = slice(start, min(start + tile, rows))
+        pieces = make(part)
+        made = made or tuple(None if p is None else p.new_empty(rows, p.shape[1]) for p in pieces)
+        for whole, piece in zip(made, pieces, strict=True):
+            if whole is not None and piece is not None:
+                whole[part] = piece
+    return made
+
+
+def _add(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    return more if total is None else total if more is None else total.add_(more)
+
+
 class _GatedMLP(torch.autograd.Function):
-    """Saves h, gate|up without their adapters' terms, and both u; the rest is computed again."""
+    """Saves h, both u, and where ``save`` says so gate|up without their adapters' terms; the rest is computed again.
+
+    In tiles of ``tile`` rows gate|up, their activation and the gradients of these never exist whole; gradients of A
+    and B are summed over tiles in fp32, first to last.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, frozen: tuple[Frozen, Frozen], branches: list[Branch], drops: tuple[Dropout | None, Dropout | None],
-        act: str, h: Tensor, residual: Tensor | None, *factors: Tensor | None,
+        act: str, save: bool, tile: int | None, h: Tensor, residual: Tensor | None, *factors: Tensor | None,
     ) -> Tensor:  # fmt: skip
         gate, up, down = branches = _rejoin(branches, factors)
-        gu = frozen[0].mm(h)
         u = lora_down(h, [gate, up], drops[0]) if gate.rank or up.rank else None
-        a = adapted_forward(gu, u, gate, up, act)
-        y = frozen[1].mm(a)
-        u_down = None
-        if down.rank:
-            u_down = lora_down(a, [down], drops[1])
-            lora_up_(y, u_down, [down], residual)
-        elif residual is not None:
-            y += residual
-        ctx.frozen, ctx.drops, ctx.act = frozen, drops, act
+        tiled = tile is not None and tile < len(h)
+        save = save and not tiled
+        y = gu = None
+
+        def products() -> tuple[Tensor | None, ...]:
+            wide, narrow = (f.whole(h.dtype) if tiled else None for f in frozen)
+
+            def make(part: slice) -> tuple[Tensor | None, ...]:
+                nonlocal gu
+                products = frozen[0].mm(h[part], wide)
+                gu = products if save else None
+                a = adapted_forward(products, None if u is None else u[part], gate, up, act)
+                del products
+                y, u_down = frozen[1].mm(a, narrow), None
+                rest = None if residual is None else residual[part]
+                if down.rank:
+                    u_down = lora_down(a, [down], _from_row(drops[1], part.start))
+                    lora_up_(y, u_down, [down], rest)
+                elif rest is not None:
+                    y += rest
+                return y, u_down
+
+            return _in_tiles(len(h), tile, make)
+
+        if residual is None:
+            y, u_down = keep("down_proj", products)
+        else:  # the block ends here, so a replay needs no y
+
+            def closing() -> Tensor | None:
+                nonlocal y
+                y, u_down = products()
+                return u_down
+
+            u_down = keep("mlp", closing)
+            if y is None:
+                y = h.new_full((1, 1), float("nan")).expand(residual.shape)
+        ctx.frozen, ctx.drops, ctx.act, ctx.tile = frozen, drops, act, tile
         ctx.shapes = [Branch(branch.size, scale=branch.scale) for branch in branches]
         ctx.save_for_backward(h, gu, u, u_down, *factors)
+        assert y is not None
         return y
 
     @staticmethod
@@ -197,28 +261,46 @@ class _GatedMLP(torch.autograd.Function):
         du_down = None
         if u_down is not None:
             du_down, (grads[5],) = lora_grad(rows, u_down, [down])
-        da = ctx.frozen[1].mm_t(rows)
-        dgu, grads[4] = adapted_backward(da, gu, u, gate, up, ctx.act, du_down, down, ctx.drops[1])
-        dh, needs_dh = None, ctx.needs_input_grad[4]
-        if u is not None:
-            du, grads[1:4:2] = lora_grad(dgu, u, [gate, up])
-            dh, grads[0:4:2] = lora_input_grad(h, du, [gate, up], ctx.drops[0], needs_dh)
-        if needs_dh:
-            dh = ctx.frozen[0].mm_t(dgu, dh)
-        dresidual = dy if ctx.needs_input_grad[5] else None
-        return None, None, None, None, dh, dresidual, *_cast(grads, factors)
+        tiled = ctx.tile is not None and ctx.tile < len(h)
+        wide, narrow = (f.whole(h.dtype) if tiled else None for f in ctx.frozen)
+        needs_dh = ctx.needs_input_grad[6]
+
+        def make(part: slice) -> tuple[Tensor | None, ...]:
+            products = ctx.frozen[0].mm(h[part], wide) if gu is None else gu[part]
+            dgu, da_down = adapted_backward(
+                ctx.frozen[1].mm_t(rows[part], whole=narrow), products, None if u is None else u[part], gate, up,
+                ctx.act, None if du_down is None else du_down[part], down, _from_row(ctx.drops[1], part.start),
+            )  # fmt: skip
+            del products
+            grads[4] = _add(grads[4], da_down)
+            dh = None
+            if u is not None:
+                du, dbs = lora_grad(dgu, u[part], [gate, up])
+                dh, das = lora_input_grad(h[part], du, [gate, up], _from_row(ctx.drops[0], part.start), needs_dh)
+                grads[0:4:2], grads[1:4:2] = map(_add, grads[0:4:2], das), map(_add, grads[1:4:2], dbs)
+            return (ctx.frozen[0].mm_t(dgu, dh, wide) if needs_dh else None,)
+
+        (dh,) = _in_tiles(len(h), ctx.tile, make)
+        dresidual = dy if ctx.needs_input_grad[7] else None
+        return None, None, None, None, None, None, dh, dresidual, *_cast(grads, factors)
 
 
-def project(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
+def _from_row(drop: Dropout | None, row: int) -> Dropout | None:
+    """The dropout of an input's rows from this one on."""
+    return None if drop is None else drop._replace(row=row)
+
+
+def project(x: Tensor, *linears: Linear, name: str = "") -> tuple[Tensor, ...]:
     """The outputs [batch, seq, out] of projections of one input x [batch, seq, in], adapters included.
 
     Under the fused path the outputs are columns of one buffer.  Gradients of A and B arrive in their own dtype.
+    ``name`` is what a block's policy may keep them under (:func:`lorarun.kernels.replay.keep`).
     """
     served = _fused(x, linears)
     if served is None:
         return tuple(linear(x) for linear in linears)
     branches, drop = served
-    ys = _Project.apply(Frozen(linears), branches, drop, x.flatten(0, -2), *_factors(branches))
+    ys = _Project.apply(Frozen(linears), branches, drop, name, x.flatten(0, -2), *_factors(branches))
     return tuple(y.unflatten(0, x.shape[:-1]) for y in ys)
 
 
@@ -234,8 +316,8 @@ def gated_mlp(h: Tensor, gate: Linear, up: Linear, down: Linear, act: str, resid
     branches = [*opened[0], *closed[0]]
     rest = None if residual is None else residual.flatten(0, -2)
     out = _GatedMLP.apply(
-        (Frozen((gate, up)), Frozen((down,))), branches, (opened[1], closed[1]), act, h.flatten(0, -2), rest,
-        *_factors(branches),
+        (Frozen((gate, up)), Frozen((down,))), branches, (opened[1], closed[1]), act,
+        frame().save_products, frame().tile, h.flatten(0, -2), rest, *_factors(branches),
     )  # fmt: skip
     y = out.unflatten(0, h.shape[:-1])
     return y

@@ -43,8 +43,8 @@ def report(model: Model) -> Report:
     """What ``model`` is and how it runs, as it stands now.
 
     Sections: source (name, folder, revision), model (family, parameters, device), storage (bytes and dtypes of each
-    group of weights), adapters (rank, scale, projections, dtype, whether live), operations (what serves each, and
-    why).
+    group of weights), adapters (rank, scale, projections, dtype, whether live), plan (predicted memory, what blocks
+    keep), operations (what serves each, and why).
     """
     source = model.source
     facts: dict[str, dict[str, Any]] = {
@@ -63,6 +63,7 @@ def report(model: Model) -> Report:
         },
         "storage": _storage(model),
         "adapters": {name: _adapter(model, name) for name in model.adapters} or {"none": "the base model alone"},
+        "plan": model.planned.rows() if model.planned else {"none": "made at the first loss on an accelerator"},
         "operations": _operations(model),
     }
     return Report(facts)

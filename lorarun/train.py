@@ -28,6 +28,7 @@ from lorarun.data import Batch, Batches, Prepared, as_batch, batches, prepare, s
 from lorarun.graph import Steps
 from lorarun.kernels.cross_entropy import IGNORE, linear_cross_entropy
 from lorarun.lora import linears
+from lorarun.memory import follow
 from lorarun.nn import Model
 from lorarun.optim import SCHEDULES, Optimizer, learning_rate
 from lorarun.progress import Progress
@@ -68,6 +69,7 @@ def loss(model: Model, batch: Batch | Mapping[str, Any], denominator: float | Te
         if float(denominator) == 0:
             warnings.warn("loss: no token of this step is supervised; its loss is 0 and teaches nothing.", stacklevel=2)
         denominator = 1  # of a sum without terms
+    follow(model, batch.ids.numel())
     model.clock.step += model.training
     if model.graphs is None:
         model.graphs = Steps()
@@ -220,6 +222,7 @@ def fit(
         (learning_rate(step, steps, lr, ramp, schedule), list(itertools.islice(stream, accumulate)))
         for step in range(steps)
     )
+    follow(model, max_tokens)
     optimizer = Optimizer(parameters, weight_decay, clip)
     return _train(model, optimizer, steps, work, held, eval_every or steps, Path(out))
 

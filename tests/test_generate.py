@@ -51,11 +51,9 @@ class Stub(Model):
     """A model whose logits a test decides; the vocabulary is that of its tokenizer or `vocab`."""
 
     def __init__(self, tokenizer: Tokenizer | None = None, vocab: int = 300, longest: int = 100) -> None:
-        super().__init__()
+        sizes = {"num_hidden_layers": 0, "num_key_value_heads": 1, "head_dim": 2, "windows": []}
+        super().__init__(SimpleNamespace(vocab_size=vocab, max_position_embeddings=longest, **sizes))
         self.tokenizer = tokenizer
-        self.config = SimpleNamespace(
-            vocab_size=vocab, max_position_embeddings=longest, num_key_value_heads=1, head_dim=2, windows=[]
-        )
         self.model = nn.Module()
         self.model.embed_tokens = Embedding(vocab, 1)
         self.rotary = Rotary(2, {"rope_type": "default", "rope_theta": 1e4}, longest)

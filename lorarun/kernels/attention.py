@@ -36,7 +36,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorarun.kernels.backend import INTERPRETED, runs_triton, tl, triton, why
+from lorarun.kernels.backend import INTERPRETED, autocast, runs_triton, tl, triton, why
+from lorarun.kernels.replay import keep
 
 
 class Spans(NamedTuple):
@@ -111,7 +112,8 @@ def attention_reference(
     plain = first is None and window is None and queries in (1, keys)
     mask = None if plain else visible(queries, keys, first, window, q.device)
     q, k, v = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # [batch, heads, ·, head_dim]
-    grouped = plain and softcap is None and (q.device.type == "cpu" or q.element_size() == 2)  # SDPA reads them itself
+    itself = q.device.type in ("cpu", "meta") or q.element_size() == 2  # SDPA reads grouped heads
+    grouped = plain and softcap is None and itself
     if queries == 1:  # the heads of a group stand as queries of one head: a cache is not repeated
         q = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
     elif heads > kv_heads and not grouped:
@@ -334,8 +336,10 @@ TIGHT = {
 @functools.cache
 def _roomy(device: torch.device) -> bool:
     """Whether a program can have Hopper's 227 KiB of shared memory."""
-    properties = None if INTERPRETED else torch.get_device_module(device).get_device_properties(device)
-    return INTERPRETED or getattr(properties, "shared_memory_per_block_optin", 0) >= 227 * 1024
+    if INTERPRETED or device.type == "meta":
+        return True
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 0) >= 227 * 1024
 
 
 def _options(kernel: str, q: Tensor) -> dict[str, int] | None:
@@ -414,7 +418,7 @@ def _backward(
 
 
 class _Attention(torch.autograd.Function):
-    """Saves q, k, v, o, lse and the spans; the way back recomputes the scores.
+    """Saves q, k, v, o, lse and the spans; the way back recomputes the scores.  A replay may have kept o and lse.
 
     Bytes moved: forward q, o, and k, v once per block of queries, mostly from L2; backward q, o, do, dq, and k, v
     likewise, then k, v, dk, dv, and q, do once per block of keys.
@@ -425,7 +429,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: Tensor | None, numbers: dict[str, Any]
     ) -> Tensor:
         q, k, v = _readable(q), _readable(k), _readable(v)
-        o, lse = _forward(q, k, v, first, numbers)
+        o, lse = keep("attention", lambda: _forward(q, k, v, first, numbers))
         ctx.save_for_backward(q, k, v, o, lse, first, last)
         ctx.numbers = numbers
         return o
@@ -439,12 +443,45 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
+class _CuDNN(torch.autograd.Function):
+    """cuDNN's attention of dense causal rows [batch, heads, seq, head_dim]; saves q, k, v, o, lse, as above.
+
+    The operators themselves: SDPA would want a global switch to choose them, and could not leave the forward out.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        op = torch.ops.aten._scaled_dot_product_cudnn_attention
+        made = keep("attention", lambda: _tensors(op(q, k, v, None, True, 0.0, True, False, scale=scale)))
+        ctx.save_for_backward(q, k, v, *made)
+        ctx.scale = scale
+        o: Tensor = made[0]
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse, *random = ctx.saved_tensors
+        op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+        lengths = (None, None, q.shape[2], k.shape[2])  # cumulative ones of ragged rows, and the longest
+        return *op(do, q, k, v, o, lse, *random, None, *lengths, 0.0, True, scale=ctx.scale), None
+
+
+def _tensors(made: Any) -> tuple[Tensor | None, ...]:
+    """(o, lse, seed, offset) of what cuDNN's operator returns; the last two are of a dropout that is off."""
+    return made[0], made[1], made[6], made[7]
+
+
 # --- public function -------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def _cudnn_takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether cuDNN's attention serves grouped causal heads of this size here, by torch's own rules."""
+    if device.type == "meta":  # stands for the accelerator, or where there is none for a Hopper
+        device = torch.accelerator.current_accelerator() or device
+        if device.type == "meta":
+            return head_dim % 8 == 0 and head_dim <= 256
     if device.type != "cuda":
         return False
     q = torch.empty(1, 2, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
@@ -470,7 +507,7 @@ def serves(
     half = q.dtype in (torch.float16, torch.bfloat16)
     if not runs_triton(q):
         return "torch: " + why(q.device).removeprefix("torch reference: ")
-    if not q.dtype == k.dtype == v.dtype or torch.is_autocast_enabled(q.device.type):
+    if not q.dtype == k.dtype == v.dtype or autocast(q.device):
         return "torch: it has its own rules for mixed dtypes and autocast"
     features = {
         "documents": spans is not None,
@@ -536,10 +573,8 @@ def attention(
     if backend == "torch":
         return attention_reference(q, k, v, first, window, softcap, scale)
     v = v.contiguous()  # it is kept for backward, and a view would keep the whole product that it was cut from
-    if backend == "cuDNN":  # the operator itself: SDPA would want a global switch to choose it
-        heads = (x.transpose(1, 2) for x in (q, k, v))
-        op = torch.ops.aten._scaled_dot_product_cudnn_attention
-        out: Tensor = op(*heads, None, _graded(q, k, v), 0.0, True, False, scale=scale)[0]
+    if backend == "cuDNN":
+        out: Tensor = _CuDNN.apply(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale)
         return out.transpose(1, 2)
     if first is not None:
         first = first.expand(q.shape[:2]).contiguous()

@@ -7,9 +7,11 @@ interpreter; elsewhere a stand-in lets kernel files be read and imported all the
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,25 +20,90 @@ from torch import Tensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+_shapes = False  # whether operations on meta tensors behave as they would on an accelerator
+
+
 class _Absent:
-    """Stands in for ``triton`` and ``triton.language`` while kernels are defined; none of them can be launched."""
+    """Stands in for ``triton.language`` while kernels are defined; none of them can be run."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda value=None, **options: value if value is not None else lambda function: function
 
 
-triton: Any = _Absent()
+class _NoTriton:
+    """Stands in for ``triton``: what host functions need to work out shapes, and kernels that cannot be launched."""
+
+    class JITFunction:
+        def __init__(self, function: Any, **options: Any) -> None:
+            self.__doc__ = function.__doc__
+
+        def __getitem__(self, grid: Any) -> Any:
+            return self.run
+
+        def run(self, *args: Any, **options: Any) -> None:
+            raise RuntimeError("this kernel cannot be launched: there is no Triton here.")
+
+    @staticmethod
+    def _descriptor(base: Tensor, *rest: Any) -> Any:
+        return SimpleNamespace(base=base)
+
+    tools = SimpleNamespace(tensor_descriptor=SimpleNamespace(TensorDescriptor=_descriptor))
+
+    @staticmethod
+    def cdiv(a: int, b: int) -> int:
+        return -(-a // b)
+
+    @staticmethod
+    def next_power_of_2(n: int) -> int:
+        return 1 << (n - 1).bit_length()
+
+
+_module: Any = _NoTriton()
 tl: Any = _Absent()
 HAS_TRITON = False
 if INTERPRETED or torch.accelerator.current_accelerator() is not None:
     try:
-        import triton  # type: ignore[no-redef]  # noqa: F401
+        import triton as _module  # type: ignore[no-redef]
         import triton.language as tl  # type: ignore[no-redef]  # noqa: F401
-        import triton.tools.tensor_descriptor  # type: ignore[no-redef]  # noqa: F401
+        from triton.tools import tensor_descriptor  # noqa: F401
 
         HAS_TRITON = True
     except ImportError:  # macOS, or a build without it
         pass
+
+
+class _Skips:
+    """A launch that does nothing on meta tensors while :func:`shapes_only` is on; else the kernel's own."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        launch = super().__getitem__(grid)  # type: ignore[misc]
+        return functools.partial(_unless_meta, launch) if _shapes else launch
+
+
+def _unless_meta(launch: Any, *args: Any, **options: Any) -> None:
+    parts = (getattr(x, "base", x) for x in args)  # a tensor descriptor has one
+    if not any(isinstance(x, Tensor) and x.is_meta for x in parts):
+        launch(*args, **options)
+
+
+@functools.cache
+def _kernel_class() -> Any:
+    interpreted = HAS_TRITON and INTERPRETED
+    base = _module.runtime.interpreter.InterpretedFunction if interpreted else _module.JITFunction
+    return type(base.__name__, (_Skips, base), {})  # Triton asks some of its objects for the name of their class
+
+
+class _Triton:
+    """Triton with a ``jit`` whose kernels know about meta tensors."""
+
+    def jit(self, function: Any = None, **options: Any) -> Any:
+        return functools.partial(self.jit, **options) if function is None else _kernel_class()(function, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_module, name)
+
+
+triton: Any = _Triton()
 
 _forced = False
 
@@ -47,12 +114,34 @@ def reference() -> Iterator[None]:
 
     It counts where an operation is called: a backward pass takes the path that its forward took.
     """
-    global _forced
-    before, _forced = _forced, True
+    before = force(True)
     try:
         yield
     finally:
-        _forced = before
+        force(before)
+
+
+def force(on: bool) -> bool:
+    """Switch the references on or off; returns how it was."""
+    global _forced
+    before, _forced = _forced, on
+    return before
+
+
+def forced() -> bool:
+    """Whether the references are asked for."""
+    return _forced
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Take the path of an accelerator for operations on meta tensors inside a ``with`` block; launches do nothing."""
+    global _shapes
+    before, _shapes = _shapes, True
+    try:
+        yield
+    finally:
+        _shapes = before
 
 
 def runs_triton(x: Tensor) -> bool:
@@ -61,9 +150,16 @@ def runs_triton(x: Tensor) -> bool:
     Not where the reference is forced, nor while a user's torch.compile traces (it gets the reference to optimise), nor
     on another GPU than torch's current one, where Triton would launch.
     """
+    if _shapes and x.is_meta:
+        return not _forced
     if not HAS_TRITON or _forced or torch.compiler.is_compiling():
         return False
     return INTERPRETED or (x.device.type in ("cuda", "xpu") and _is_current(x.device))
+
+
+def autocast(device: torch.device) -> bool:
+    """Whether torch.autocast is on there; it knows nothing of meta tensors."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def _is_current(device: torch.device) -> bool:

@@ -21,11 +21,13 @@ class Dropout(NamedTuple):
     """Zero an element with probability ``p``; the mask is that of (seed, stream), of 63 and 31 bits.
 
     A seed on the device (an int64 scalar) is read when the mask is drawn, so that a CUDA graph can be given another.
+    ``row`` is where the rows at hand start in the input that the mask belongs to, when they are a part of it.
     """
 
     p: float
     seed: int | Tensor
     stream: int
+    row: int = 0
 
 
 def philox_rounds(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Any, k1: Any) -> tuple[Tensor, ...]:
@@ -39,15 +41,15 @@ def philox_rounds(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Any, k1: A
     return c0, c1, c2, c3
 
 
-def philox(seed: int | Tensor, stream: int, count: int, device: torch.device) -> Tensor:
-    """``count`` random integers of 32 bits as int64 [count], on ``device``.
+def philox(seed: int | Tensor, stream: int, count: int, device: torch.device, start: int = 0) -> Tensor:
+    """``count`` random integers of 32 bits as int64 [count], on ``device``; the first has the number ``start``.
 
     Number e is word e % 4 of the block with counter (e // 4, stream), 64 bits each, and key ``seed`` (64 bits).
     """
-    block = torch.arange((count + 3) // 4, dtype=torch.int64, device=device)
+    block = torch.arange(start // 4, (start + count + 3) // 4, dtype=torch.int64, device=device)
     high, low = torch.full_like(block, (stream >> 32) & _LOW), torch.full_like(block, stream & _LOW)
     words = philox_rounds(block & _LOW, block >> 32, low, high, seed & _LOW, (seed >> 32) & _LOW)
-    return torch.stack(words, dim=-1).flatten()[:count]
+    return torch.stack(words, dim=-1).flatten()[start % 4 :][:count]
 
 
 def threshold(p: float) -> int:
@@ -55,9 +57,9 @@ def threshold(p: float) -> int:
     return min(round(p * 2**32), _LOW)
 
 
-def dropout(x: Tensor, p: float, seed: int | Tensor, stream: int) -> Tensor:
+def dropout(x: Tensor, p: float, seed: int | Tensor, stream: int, row: int = 0) -> Tensor:
     """Zero each element of ``x`` with probability ``p`` (a multiple of 2⁻³²) and divide the others by 1 − p."""
-    mask = philox(seed, stream, x.numel(), x.device).view(x.shape) >= threshold(p)
+    mask = philox(seed, stream, x.numel(), x.device, row * x.shape[-1]).view(x.shape) >= threshold(p)
     return torch.where(mask, x / (1.0 - p), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
@@ -76,6 +78,8 @@ def kept(row, o_c, cols, seed, stream, cut, BLOCK_M: tl.constexpr, BLOCK_C: tl.c
     return tl.reshape(words, [BLOCK_M, BLOCK_C]).to(tl.uint32) >= cut.to(tl.uint32)
 
 
-def masking(drop: Dropout | None) -> tuple[int | Tensor, int, int, float]:
-    """A mask as kernels take it: (seed, stream, threshold, factor of what is kept)."""
-    return (0, 0, 0, 1.0) if drop is None else (drop.seed, drop.stream, threshold(drop.p), 1.0 / (1.0 - drop.p))
+def masking(drop: Dropout | None) -> tuple[int | Tensor, int, int, int, float]:
+    """A mask as kernels take it: (seed, stream, first row, threshold, factor of what is kept)."""
+    if drop is None:
+        return 0, 0, 0, 0, 1.0
+    return drop.seed, drop.stream, drop.row, threshold(drop.p), 1.0 / (1.0 - drop.p)

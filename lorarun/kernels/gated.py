@@ -154,10 +154,10 @@ def _adapted_forward(
         tl.store(p_y + o_m[:, None] * inner + o_n[None, :], (b_a * b_u).to(dtype), mask=mask)
 
 
-@triton.jit(do_not_specialize=["r_g", "r_u", "r_d", "seed", "stream", "cut"])
+@triton.jit(do_not_specialize=["r_g", "r_u", "r_d", "seed", "stream", "first", "cut"])
 def _adapted_backward(
     p_da, p_gu, p_u, p_bg, p_bu, p_dud, p_ad, p_dgu, p_dad, rows, inner, stride, group, r_g, r_u, r_d, s_g, s_u,
-    seed, stream, cut, keep,
+    seed, stream, first, cut, keep,
     ACT: tl.constexpr, WIDTH: tl.constexpr, DOWN: tl.constexpr, DROP: tl.constexpr, IEEE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -191,7 +191,7 @@ def _adapted_backward(
             b_y = (b_a * b_u).to(dtype)
             b_more = tl.dot(b_dud, b_ad, input_precision=precision)
             if DROP:
-                b_kept = kept(o_m, column, inner, seed, stream, cut, BLOCK_M, BLOCK_N)
+                b_kept = kept(first + o_m, column, inner, seed, stream, cut, BLOCK_M, BLOCK_N)
                 b_y = tl.where(b_kept, b_y.to(tl.float32) * keep, 0.0).to(dtype)
                 b_more = tl.where(b_kept, b_more * keep, 0.0)
             b_da = (b_da + b_more).to(dtype).to(tl.float32)

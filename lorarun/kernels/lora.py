@@ -76,9 +76,9 @@ def _slots(o_c, p_0, p_1, p_2, r0, r1, r2, WIDTH: tl.constexpr):
     return tl.where(which == 0, p_0, tl.where(which == 1, p_1, p_2)), within, within < r
 
 
-@triton.jit(do_not_specialize=["r0", "r1", "r2", "seed", "stream", "cut"])
+@triton.jit(do_not_specialize=["r0", "r1", "r2", "seed", "stream", "first", "cut"])
 def _down(
-    p_x, p_a0, p_a1, p_a2, p_u, rows, cols, stride_x, r0, r1, r2, seed, stream, cut, keep,
+    p_x, p_a0, p_a1, p_a2, p_u, rows, cols, stride_x, r0, r1, r2, seed, stream, first, cut, keep,
     N: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr, DROP: tl.constexpr, IEEE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -93,7 +93,7 @@ def _down(
         m_k = o_k < cols
         b_x = tl.load(p_x + o_m[:, None] * stride_x + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
         if DROP:
-            b_kept = kept(o_m, k, cols, seed, stream, cut, BLOCK_M, BLOCK_K)
+            b_kept = kept(first + o_m, k, cols, seed, stream, cut, BLOCK_M, BLOCK_K)
             b_x = tl.where(b_kept, b_x.to(tl.float32) * keep, 0.0).to(p_x.dtype.element_ty)
         b_a = tl.load(p_a[None, :] + o_r[None, :] * cols + o_k[:, None], mask=m_r[None, :] & m_k[:, None], other=0.0)
         b_u = tl.dot(b_x, b_a.to(b_x.dtype), b_u, input_precision=precision)
@@ -202,9 +202,9 @@ def _gather(
         tl.store(p_du + o_out, b_sum.to(p_du.dtype.element_ty), mask=m_e)
 
 
-@triton.jit(do_not_specialize=["r0", "r1", "r2", "seed", "stream", "cut"])
+@triton.jit(do_not_specialize=["r0", "r1", "r2", "seed", "stream", "first", "cut"])
 def _input_grad(
-    p_x, p_dx, p_du, p_a0, p_a1, p_a2, p_da, rows, cols, stride_x, group, r0, r1, r2, seed, stream, cut, keep,
+    p_x, p_dx, p_du, p_a0, p_a1, p_a2, p_da, rows, cols, stride_x, group, r0, r1, r2, seed, stream, first, cut, keep,
     N: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr, DX: tl.constexpr, DROP: tl.constexpr, IEEE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -227,7 +227,7 @@ def _input_grad(
         b_x = tl.load(p_x + o_m[:, None] * stride_x + o_k[None, :], mask=mask, other=0.0)
         b_du = tl.load(p_du + o_m[:, None] * (N * WIDTH) + o_c[None, :], mask=m_m[:, None] & m_c[None, :], other=0.0)
         if DROP:
-            b_kept = kept(o_m, tl.program_id(0) * BLOCK_K, cols, seed, stream, cut, BLOCK_M, BLOCK_K)
+            b_kept = kept(first + o_m, tl.program_id(0) * BLOCK_K, cols, seed, stream, cut, BLOCK_M, BLOCK_K)
             b_x = tl.where(b_kept, b_x.to(tl.float32) * keep, 0.0).to(dtype)
         b_da = tl.dot(tl.trans(b_du), b_x, b_da, input_precision=precision)
         if DX:

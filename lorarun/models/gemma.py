@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from lorarun.cache import Cache, place
 from lorarun.config import build, check_supported, rope_parameters
 from lorarun.kernels.attention import Spans, attention
-from lorarun.nn import Embedding, Linear, Model, RMSNorm, Rotary, add_norm, rotary
+from lorarun.kernels.replay import in_pass
+from lorarun.nn import Embedding, Linear, Model, RMSNorm, Rotary, Tables, add_norm, rotary
 from lorarun.project import gated_mlp, project
+from lorarun.recompute import run_block
 
 
 @dataclass
@@ -129,14 +131,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(e, config.rms_norm_eps, plus_one=True) if gemma3 else None
         self.k_norm = RMSNorm(e, config.rms_norm_eps, plus_one=True) if gemma3 else None
 
-    def forward(self, h: Tensor, tables: tuple[Tensor, Tensor], spans: Spans | None, cache: Cache | None) -> Tensor:
+    def forward(self, h: Tensor, tables: Tables, spans: Spans | None, cache: Cache | None) -> Tensor:
         heads = (*h.shape[:2], -1, self.head_dim)
         q, k, v = (y.view(heads) for y in project(h, self.q_proj, self.k_proj, self.v_proj))  # [B,T,H,E], [B,T,K,E]
         q, k = rotary(q, k, tables, self.q_norm, self.k_norm)
         if cache is not None:
             k, v, spans = cache.update(self.layer, k, v, spans)
         o = attention(q, k, v, spans, self.window, self.softcap, self.scale)  # [B, T, H, E]
-        (y,) = project(o.flatten(2), self.o_proj)
+        (y,) = project(o.flatten(2), self.o_proj, name="o_proj")
         return y  # [B, T, D]
 
 
@@ -161,7 +163,8 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, plus_one=True)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, plus_one=True)
 
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], spans: Spans | None, cache: Cache | None) -> Tensor:
+    @in_pass
+    def forward(self, x: Tensor, tables: Tables, spans: Spans | None, cache: Cache | None) -> Tensor:
         x, h = add_norm(x, None, self.input_layernorm)
         x, h = add_norm(x, self.self_attn(h, tables, spans, cache), self.post_attention_layernorm)
         out: Tensor = self.mlp(h, residual=x)
@@ -176,7 +179,8 @@ class NormedBlock(Block):
         self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, plus_one=True)
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, plus_one=True)
 
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], spans: Spans | None, cache: Cache | None) -> Tensor:
+    @in_pass
+    def forward(self, x: Tensor, tables: Tables, spans: Spans | None, cache: Cache | None) -> Tensor:
         x, h = add_norm(x, None, self.input_layernorm)
         attended = self.self_attn(h, tables, spans, cache)
         x, h = add_norm(x, attended, self.pre_feedforward_layernorm, post=self.post_attention_layernorm)
@@ -199,8 +203,7 @@ class Gemma(Model):
     fp16 = False  # published checkpoints overflow in the MLP and the residual stream
 
     def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.softcap = config.final_logit_softcapping
         self.model = Decoder(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
@@ -221,8 +224,8 @@ class Gemma(Model):
         tables = {kind: table(positions) for kind, table in self.rotary.items()}
         x = self.model.embed_tokens(ids)
         states = [x]
-        for block in self.model.layers:
-            x = block(x, tables[block.kind], spans, cache)
+        for policy, block in zip(self.policies, self.model.layers, strict=True):
+            x = run_block(policy, block, x, tables[block.kind], spans, cache, tile=self.tile)
             if layers:
                 states.append(x)
         x = self.model.norm(x)

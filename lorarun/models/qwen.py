@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from lorarun.cache import Cache, place
 from lorarun.config import build, check_supported, rope_parameters
 from lorarun.kernels.attention import Spans, attention
-from lorarun.nn import Embedding, Linear, Model, RMSNorm, Rotary, add_norm, rotary
+from lorarun.kernels.replay import in_pass
+from lorarun.nn import Embedding, Linear, Model, RMSNorm, Rotary, Tables, add_norm, rotary
 from lorarun.project import gated_mlp, project
+from lorarun.recompute import run_block
 
 
 @dataclass
@@ -90,14 +92,14 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(e, config.rms_norm_eps) if qwen3 else None
         self.k_norm = RMSNorm(e, config.rms_norm_eps) if qwen3 else None
 
-    def forward(self, h: Tensor, tables: tuple[Tensor, Tensor], spans: Spans | None, cache: Cache | None) -> Tensor:
+    def forward(self, h: Tensor, tables: Tables, spans: Spans | None, cache: Cache | None) -> Tensor:
         heads = (*h.shape[:2], -1, self.head_dim)
         q, k, v = (y.view(heads) for y in project(h, self.q_proj, self.k_proj, self.v_proj))  # [B,T,H,E], [B,T,K,E]
         q, k = rotary(q, k, tables, self.q_norm, self.k_norm)
         if cache is not None:
             k, v, spans = cache.update(self.layer, k, v, spans)
         o = attention(q, k, v, spans, window=self.window)  # [B, T, H, E]
-        (y,) = project(o.flatten(2), self.o_proj)
+        (y,) = project(o.flatten(2), self.o_proj, name="o_proj")
         return y  # [B, T, D]
 
 
@@ -119,7 +121,8 @@ class Block(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], spans: Spans | None, cache: Cache | None) -> Tensor:
+    @in_pass
+    def forward(self, x: Tensor, tables: Tables, spans: Spans | None, cache: Cache | None) -> Tensor:
         x, h = add_norm(x, None, self.input_layernorm)
         x, h = add_norm(x, self.self_attn(h, tables, spans, cache), self.post_attention_layernorm)
         out: Tensor = self.mlp(h, residual=x)
@@ -138,8 +141,7 @@ class Decoder(nn.Module):
 
 class Qwen(Model):
     def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         self.model = Decoder(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.rotary = Rotary(config.head_dim, config.rope, config.max_position_embeddings)
@@ -157,8 +159,8 @@ class Qwen(Model):
         tables = self.rotary(positions)
         x = self.model.embed_tokens(ids)
         states = [x]
-        for block in self.model.layers:
-            x = block(x, tables, spans, cache)
+        for policy, block in zip(self.policies, self.model.layers, strict=True):
+            x = run_block(policy, block, x, tables, spans, cache, tile=self.tile)
             if layers:
                 states.append(x)
         x = self.model.norm(x)
