@@ -335,12 +335,13 @@ def test_mode_and_reference_are_those_of_the_forward(load, forced):
 
 
 @pytest.mark.kernel
-def test_masks_under_somebody_elses_checkpoint_in_kernels(load):
+def test_somebody_elses_checkpoint_around_a_policy(load):
     model = short(load("llama3", dropout=0.5))
-    expected = step(model, keep(model), False, rows=1)
+    expected = step(model, keep(model), False, tile=4, rows=1)
     for block in model.model.layers:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    assert_equal(step(model, keep(model), False, rows=1), expected)
+    for policies in (["keep", "no_gate_up"], ["selective", "recompute"]):
+        assert_equal(step(model, policies, False, tile=4, rows=1), expected)
 
 
 def test_one_mlp_alone_and_names_of_policies(load):
