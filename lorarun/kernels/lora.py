@@ -28,6 +28,9 @@ MAX_WIDTH = 64  # of a slot that the kernels take; wider adapters are served by 
 
 # (rows, columns of a tile, warps, pipeline stages, groups of rows that are summed apart) for 16 bits and a rank up to
 # 16, measured on an H200 at 8192 rows
+FILL = 128  # programs that a GPU wants at the least: few rows share their columns out among several
+GATHER = 512  # numbers that one program sums
+SHORT = 128  # rows of a group at the least, so that what groups write stays small beside what they read
 DOWN, UP, GRAD, INPUT_GRAD = (64, 256, 4, 3, 1), (32, 128, 4, 3, 16), (32, 256, 4, 3, 16), (64, 128, 4, 3, 16)
 
 
@@ -78,17 +81,19 @@ def _slots(o_c, p_0, p_1, p_2, r0, r1, r2, WIDTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["r0", "r1", "r2", "seed", "stream", "first", "cut"])
 def _down(
-    p_x, p_a0, p_a1, p_a2, p_u, rows, cols, stride_x, r0, r1, r2, seed, stream, first, cut, keep,
+    p_x, p_a0, p_a1, p_a2, p_u, rows, cols, span, stride_x, r0, r1, r2, seed, stream, first, cut, keep,
     N: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr, DROP: tl.constexpr, IEEE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    """A block of rows over a span of columns: u, or where there are several spans a part of it."""
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     o_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_m = o_m < rows
     o_c = tl.arange(0, ALL)
     p_a, o_r, m_r = _slots(o_c, p_a0, p_a1, p_a2, r0, r1, r2, WIDTH)
     b_u = tl.zeros([BLOCK_M, ALL], tl.float32)
-    for k in range(0, cols, BLOCK_K):
+    begin = tl.program_id(1) * span
+    for k in range(begin, begin + span, BLOCK_K):
         o_k = k + tl.arange(0, BLOCK_K)
         m_k = o_k < cols
         b_x = tl.load(p_x + o_m[:, None] * stride_x + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
@@ -97,7 +102,7 @@ def _down(
             b_x = tl.where(b_kept, b_x.to(tl.float32) * keep, 0.0).to(p_x.dtype.element_ty)
         b_a = tl.load(p_a[None, :] + o_r[None, :] * cols + o_k[:, None], mask=m_r[None, :] & m_k[:, None], other=0.0)
         b_u = tl.dot(b_x, b_a.to(b_x.dtype), b_u, input_precision=precision)
-    o_u = o_m[:, None] * (N * WIDTH) + o_c[None, :]
+    o_u = (tl.program_id(1).to(tl.int64) * rows + o_m[:, None]) * (N * WIDTH) + o_c[None, :]
     tl.store(p_u + o_u, b_u.to(p_u.dtype.element_ty), mask=m_m[:, None] & (o_c < N * WIDTH)[None, :])
 
 
@@ -261,7 +266,7 @@ def _triples(branches: Sequence[Branch]) -> tuple[list[Any], list[Any], list[int
 
 def row_groups(rows: int, block: int, groups: int) -> tuple[int, int]:
     """(rows of a group, a multiple of ``block``; how many groups there are), about ``groups`` of them."""
-    size = max(block, triton.cdiv(triton.cdiv(rows, groups), block) * block)
+    size = triton.cdiv(max(SHORT, triton.cdiv(rows, groups)), block) * block
     return size, max(1, triton.cdiv(rows, size))
 
 
@@ -269,6 +274,18 @@ def tile(best: tuple[int, ...], width: int, x: Tensor) -> tuple[int, ...]:
     """A measured tile with fewer columns for wider slots and wider elements, which take the same memory then."""
     rows, columns, *rest = best
     return rows, max(32, columns * 16 // width * 2 // x.element_size()), *rest
+
+
+def _gather_parts(
+    parts: Tensor, out: Tensor, counts: list[int], width: int, sums: Tensor | None = None, db: Tensor | None = None
+) -> None:
+    """Sum parts [Σ counts, rows, width] into the slots of ``out``, and ``sums`` [groups, …] into ``db``."""
+    size, size_db = parts[0].numel(), 0 if db is None else db.numel()
+    _gather[(triton.cdiv(max(size, size_db), GATHER), len(counts) + (db is not None))](
+        parts, parts if sums is None else sums, out, parts if db is None else db, size, size_db,
+        *[*counts, 0, 0][:3], 0 if sums is None else len(sums),
+        N=len(counts), WIDTH=width, PARTS=8, BLOCK=GATHER, num_warps=4,
+    )  # fmt: skip
 
 
 def _dropped(x: Tensor, drop: Dropout | None) -> Tensor:
@@ -289,12 +306,19 @@ def lora_down(x: Tensor, branches: Sequence[Branch], drop: Dropout | None = None
     a, _, ranks, _, _ = _triples(branches)
     every = triton.next_power_of_2(n * width)
     block_m, block_k, warps, stages, _ = tile(DOWN, max(16, every // 2), x)
-    if len(x):
-        _down[(triton.cdiv(len(x), block_m),)](
-            x, *a, u, *x.shape, x.stride(0), *ranks, *masking(drop),
-            N=n, WIDTH=width, ALL=every, DROP=drop is not None,
-            IEEE=x.dtype == torch.float32, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps, num_stages=stages,
+    rows, cols = x.shape
+    blocks = triton.cdiv(rows, block_m)
+    span = triton.cdiv(triton.cdiv(cols, max(1, FILL // max(1, blocks))), block_k) * block_k
+    spans = triton.cdiv(cols, span)
+    parts = u if spans == 1 else torch.empty((spans, rows, n * width), dtype=torch.float32, device=x.device)
+    if rows:
+        _down[(blocks, spans)](
+            x, *a, parts, rows, cols, span, x.stride(0), *ranks, *masking(drop), N=n, WIDTH=width, ALL=every,
+            DROP=drop is not None, IEEE=x.dtype == torch.float32, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps,
+            num_stages=stages,
         )  # fmt: skip
+        if spans > 1:
+            _gather_parts(parts, u, [spans], n * width)
     return u
 
 
@@ -351,10 +375,7 @@ def lora_grad(dy: Tensor, u: Tensor, branches: Sequence[Branch]) -> tuple[Tensor
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     db = torch.empty((total, width), dtype=torch.float32, device=dy.device)
-    _gather[(triton.cdiv(width * max(rows, total), 128), n + 1)](
-        parts, sums, du, db, rows * width, total * width, *counts, groups,
-        N=n, WIDTH=width, PARTS=8, BLOCK=128, num_warps=4,
-    )  # fmt: skip
+    _gather_parts(parts, du, counts[:n], width, sums, db)
     columns = db.split(sizes[:n])
     return du, [None if br.b is None else part[:, : br.rank] for br, part in zip(branches, columns, strict=True)]
 
