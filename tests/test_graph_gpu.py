@@ -44,8 +44,8 @@ def gradients(model, data, denominator=None):
 
 
 def captured(model, data, denominator=None):
-    """Gradients from a replay."""
-    for _ in range(SIGHTINGS):
+    """Gradients from a replay; the first step plans, and makes the copies of weights that the plan keeps."""
+    for _ in range(SIGHTINGS + 1):
         found = gradients(model, data, denominator)
     assert model.graphs.reason is None and model.graphs.replays > 0, str(model.graphs)
     return found
