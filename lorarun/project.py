@@ -27,7 +27,7 @@ from lorarun.kernels.backend import autocast, runs_triton
 from lorarun.kernels.dropout import Dropout
 from lorarun.kernels.gated import adapted_backward, adapted_forward, gated
 from lorarun.kernels.lora import Branch, lora_down, lora_grad, lora_input_grad, lora_up_, serves
-from lorarun.kernels.replay import frame, keep
+from lorarun.kernels.replay import decide, frame, keep
 from lorarun.nn import Linear, untouched
 from lorarun.quant.store import Store, dense_side_by_side
 
@@ -215,10 +215,10 @@ class _GatedMLP(torch.autograd.Function):
 
             def make(part: slice) -> tuple[Tensor | None, ...]:
                 nonlocal gu
-                products = frozen[0].mm(h[part], wide)
-                gu = products if save else None
-                a = adapted_forward(products, None if u is None else u[part], gate, up, act)
-                del products
+                both = frozen[0].mm(h[part], wide)
+                gu = both if save else None
+                a = adapted_forward(both, None if u is None else u[part], gate, up, act)
+                del both
                 y, u_down = frozen[1].mm(a, narrow), None
                 rest = None if residual is None else residual[part]
                 if down.rank:
@@ -262,12 +262,12 @@ class _GatedMLP(torch.autograd.Function):
         wide, narrow = (f.whole(h.dtype) if tiled else None for f in ctx.frozen)
 
         def make(part: slice) -> tuple[Tensor | None, ...]:
-            products = ctx.frozen[0].mm(h[part], wide) if gu is None else gu[part]
+            both = ctx.frozen[0].mm(h[part], wide) if gu is None else gu[part]
             dgu, da_down = adapted_backward(
-                ctx.frozen[1].mm_t(rows[part], narrow), products, None if u is None else u[part], gate, up, ctx.act,
+                ctx.frozen[1].mm_t(rows[part], narrow), both, None if u is None else u[part], gate, up, ctx.act,
                 None if du_down is None else du_down[part], down, _from_row(ctx.drops[1], part.start),
             )  # fmt: skip
-            del products
+            del both
             grads[4] = _add(grads[4], da_down)
             dh = ctx.frozen[0].mm_t(dgu, wide) if ctx.needs_input_grad[6] else None
             if u is None:
@@ -313,9 +313,10 @@ def gated_mlp(h: Tensor, gate: Linear, up: Linear, down: Linear, act: str, resid
         return y if residual is None else residual + y
     branches = [*opened[0], *closed[0]]
     rest = None if residual is None else residual.flatten(0, -2)
+    save, tile = decide((gate, "products"), lambda: (frame().save_products, frame().tile))
     out = _GatedMLP.apply(
         (Frozen((gate, up)), Frozen((down,))), branches, (opened[1], closed[1]), act,
-        frame().save_products, frame().tile, h.flatten(0, -2), rest, *_factors(branches),
+        save, tile, h.flatten(0, -2), rest, *_factors(branches),
     )  # fmt: skip
     y = out.unflatten(0, h.shape[:-1])
     return y

@@ -110,8 +110,9 @@ class _OnHost:
         self.device = x.device
         self.source: Tensor | None = x
         self.coming: tuple[Tensor, Any, Any] | None = None  # destination, the copy's event, the stream that will wait
-        self.torch = torch.get_device_module(x.device)
-        self.host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        self.real = x.device.type != "meta"
+        self.torch = torch.get_device_module(x.device) if self.real else _Still()
+        self.host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=self.real)
         latest = self.latest.get(x.device, lambda: None)()
         if latest is not None:
             latest._release()
@@ -121,10 +122,11 @@ class _OnHost:
 
     def _copy(self, x: Tensor, to: Tensor) -> Any:
         """Start a copy after all that was asked for before; returns the event of its end."""
-        stream = _copies(self.device)
+        stream = _copies(self.device) if self.real else self.torch
         stream.wait_stream(self.torch.current_stream(self.device))
         with self.torch.stream(stream):
-            to.copy_(x, non_blocking=True)
+            if self.real:
+                to.copy_(x, non_blocking=True)
         return stream.record_event()
 
     def _release(self) -> None:
@@ -152,6 +154,13 @@ class _OnHost:
     def __del__(self) -> None:
         if self.coming is not None:  # nobody came for it: its memory is free once it has been written
             self.coming[2].wait_event(self.coming[1])
+
+
+class _Still:
+    """Streams and events of the meta device, where memory is planned: nothing is copied, nobody waits."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: contextlib.nullcontext() if name == "stream" else self
 
 
 @functools.cache

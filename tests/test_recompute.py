@@ -79,7 +79,7 @@ def test_a_policy_changes_no_bit(load, name, packed, dropout):
 
 
 def keep(model):
-    return ["keep"] * len(model.policies)
+    return ["keep"] * len(model.model.layers)
 
 
 def short(model):
@@ -163,6 +163,7 @@ class Alive(TorchDispatchMode):
 
     def __init__(self, model):
         super().__init__()
+        self.device = model.device
         self.known = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         self.found = {}
 
@@ -171,12 +172,12 @@ class Alive(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self.known:
+                if storage._cdata not in self.known and tensor.device == self.device:
                     self.found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return out
 
-    def bytes(self):
-        return sum(size for storage, size in self.found.values() if not storage.expired())
+    def sizes(self):
+        return [size for storage, size in self.found.values() if not storage.expired()]
 
 
 @pytest.mark.kernel
@@ -197,9 +198,32 @@ def test_bytes_a_token_and_layer(load, device):
             model.policies = [policy] * len(model.model.layers)
             with Alive(model) as alive:
                 hidden = model.hidden_states(tokens)
-            sizes.append(alive.bytes())
+            sizes.append(sum(alive.sizes()))
             del hidden
         assert sizes[0] - sizes[1] == 2 * 12 * 4 * elements, (policy, (sizes[0] - sizes[1]) / 96 - elements)
+
+
+def inputs_alive(model, policy):
+    """Storages of the size of a block's input: after the forward, then in the backward of each of four blocks."""
+    model.policies = [policy] * 4
+    found = []
+    with Alive(model) as alive:
+        hidden = model.hidden_states(batch(False).ids.to(model.device))
+        found.append(alive.sizes().count(2 * 10 * 64 * 4))
+        for block in model.model.layers:
+            weight = block.self_attn.q_proj.lora_A["default"].weight
+            weight.register_hook(lambda grad: found.append(alive.sizes().count(2 * 10 * 64 * 4)))
+        hidden.sum().backward()
+    return found
+
+
+def test_what_is_offloaded_is_on_the_device_twice_at_most(load):
+    """Followed on the meta device, where memory is planned."""
+    kept = inputs_alive(load("llama3").to("meta"), "recompute")
+    left = inputs_alive(load("llama3").to("meta"), "offload")
+    assert kept[0] - left[0] == 3  # the input of the last block stays
+    second = kept[3]  # the block whose own input and the one before are all that is kept
+    assert kept[1:4] == [second + 2, second + 1, second] and left[1:4] == [second] * 3
 
 
 # --- autograd ---
@@ -311,12 +335,13 @@ def test_mode_and_reference_are_those_of_the_forward(load, forced):
 
 
 @pytest.mark.kernel
-def test_masks_under_somebody_elses_checkpoint_in_kernels(load):
+def test_somebody_elses_checkpoint_around_a_policy(load):
     model = short(load("llama3", dropout=0.5))
-    expected = step(model, keep(model), False, rows=1)
+    expected = step(model, keep(model), False, tile=4, rows=1)
     for block in model.model.layers:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    assert_equal(step(model, keep(model), False, rows=1), expected)
+    for policies in (["keep", "no_gate_up"], ["selective", "recompute"]):
+        assert_equal(step(model, policies, False, tile=4, rows=1), expected)
 
 
 def test_one_mlp_alone_and_names_of_policies(load):

@@ -223,7 +223,7 @@ class Gemma(Model):
         positions, spans = place(ids, positions, documents, cache)
         tables = {kind: table(positions) for kind, table in self.rotary.items()}
         x = self.model.embed_tokens(ids)
-        states = [x]
+        states = [x] if layers else []
         for policy, block in zip(self.policies, self.model.layers, strict=True):
             x = run_block(policy, block, x, tables[block.kind], spans, cache, tile=self.tile)
             if layers:

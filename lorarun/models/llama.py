@@ -150,7 +150,7 @@ class Llama(Model):
         positions, spans = place(ids, positions, documents, cache)
         tables = self.rotary(positions)
         x = self.model.embed_tokens(ids)
-        states = [x]
+        states = [x] if layers else []
         for policy, block in zip(self.policies, self.model.layers, strict=True):
             x = run_block(policy, block, x, tables, spans, cache, tile=self.tile)
             if layers:
