@@ -178,10 +178,10 @@ class Predictor:
         with self._as_there():
             sketch.set(choice.tile, choice.keep_dense)
             ends = sketch.ends(tokens)
-            leaves = [policy == "offload" and self.accelerated for policy in choice.policies]
+            leaves = [policy == "offload" for policy in choice.policies]
             traced = ["recompute" if left else policy for policy, left in zip(choice.policies, leaves, strict=True)]
             blocks = [sketch.block(i, policy, tokens) for i, policy in enumerate(traced)]
-        passed, left = step(ends, blocks, leaves)
+        passed, left = step(ends, blocks, leaves if self.accelerated else ())
         kept = [size for block in blocks for size in block.kept]
         always = [*sketch.weights, *self._workspaces(), *kept]
         first: list[Event] = [(("always", i), size) for i, size in enumerate(always)]

@@ -88,7 +88,7 @@ def _bare(block: nn.Module) -> bool:
 def _leave(x: Tensor) -> Tensor | _OnHost:
     if x.numel() == 0:
         return x
-    return x.detach().clone() if x.device.type in ("cpu", "meta") else _OnHost(x.detach())
+    return x.detach().clone() if x.device.type == "cpu" else _OnHost(x.detach())
 
 
 def _fetch(left: Tensor | _OnHost) -> Tensor:

@@ -15,15 +15,15 @@ Given up: what other code allocates, and the first step, which has no moments of
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lorarun.kernels.cross_entropy import linear_cross_entropy
-from lorarun.nn import Linear, Model
-from lorarun.quant.store import stores
+from lorarun.nn import Model
+from lorarun.quant.store import Store, stores
 from lorarun.trace import Event, Tracer, rounded
 
 # --- pieces of a step ------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Sketch:
             self.graded.append(graded)
             graded = graded or any(p.requires_grad for p in block.parameters())
         self.learns = graded or any(p.requires_grad for p in model.parameters())
-        tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+        tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *_carried(model))}.values()
         self.weights = [rounded(t.nbytes) for t in tensors]
         self.trained: list[Tensor] = [p for p in tensors if p.requires_grad]
         self.dense = model.keep_dense
@@ -225,15 +225,27 @@ def _on_meta(module: Any, memo: dict[int, Any]) -> Any:
     for tensor in (*module.parameters(), *module.buffers()):
         empty = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    for child in module.modules():
-        if isinstance(child, Linear) and child.merged is not None:
-            memo[id(child.merged[1])] = child.merged[1].to("meta")
+    for tensor in _carried(module):
+        memo[id(tensor)] = torch.empty_like(tensor, device="meta")
     made = copy.deepcopy(module, memo)
     for child in made.modules():
         for hooks in (child._forward_hooks, child._forward_pre_hooks, child._backward_hooks, child._backward_pre_hooks):
             for key in hooks:
                 hooks[key] = lambda *args, **kwargs: None
     return made
+
+
+def _carried(module: nn.Module) -> Iterator[Tensor]:
+    """Tensors that modules hold beside parameters: weights before a merge, copies in another format.  What a store
+    keeps is left out, since a copy of it makes its own."""
+    for child in module.modules():
+        values = [] if isinstance(child, Store) else list(vars(child).values())
+        while values:
+            value = values.pop()
+            if isinstance(value, tuple):
+                values += value
+            elif isinstance(value, Tensor):
+                yield value
 
 
 def _structure(block: nn.Module) -> tuple[Any, ...]:
