@@ -7,7 +7,7 @@ by side, one path for all adapters, and a backward that keeps the input and litt
 
 What autograd keeps: for ``project`` x and u (a few columns), for ``gated_mlp`` h, both products gate|up without their
 adapters' terms, and u.  Activations and adapter terms are computed again on the way back; frozen weights are never
-kept.
+kept.  A block's policy (:mod:`lorarun.recompute`) can have less kept, and the MLP's rows taken in tiles.
 
 A ``Linear`` that somebody subclassed, hooked or trains takes the separate path through its own ``forward``; the
 reason is given by :func:`obstacle`, which the report shows.
@@ -178,7 +178,7 @@ def _in_tiles(
     rows: int, tile: int | None, make: Callable[[slice], tuple[Tensor | None, ...]]
 ) -> tuple[Tensor | None, ...]:
     """make(part), row by row tensors, for parts of ``tile`` rows one after the other; the whole of each tensor."""
-    if tile is None or tile >= rows:
+    if tile is None:
         return make(slice(0, rows))
     made: tuple[Tensor | None, ...] = ()
     for start in range(0, rows, tile):
@@ -209,12 +209,12 @@ class _GatedMLP(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         gate, up, down = branches = _rejoin(branches, factors)
         u = lora_down(h, [gate, up], drops[0]) if gate.rank or up.rank else None
-        tiled = tile is not None and tile < len(h)
-        save = save and not tiled
+        tile = None if tile is None or tile >= len(h) else tile
+        save = save and tile is None
         y = gu = None
 
         def products() -> tuple[Tensor | None, ...]:
-            wide, narrow = (f.whole(h.dtype) if tiled else None for f in frozen)
+            wide, narrow = (None if tile is None else f.whole(h.dtype) for f in frozen)
 
             def make(part: slice) -> tuple[Tensor | None, ...]:
                 nonlocal gu
@@ -261,8 +261,7 @@ class _GatedMLP(torch.autograd.Function):
         du_down = None
         if u_down is not None:
             du_down, (grads[5],) = lora_grad(rows, u_down, [down])
-        tiled = ctx.tile is not None and ctx.tile < len(h)
-        wide, narrow = (f.whole(h.dtype) if tiled else None for f in ctx.frozen)
+        wide, narrow = (None if ctx.tile is None else f.whole(h.dtype) for f in ctx.frozen)
         needs_dh = ctx.needs_input_grad[6]
 
         def make(part: slice) -> tuple[Tensor | None, ...]:

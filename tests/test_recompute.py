@@ -152,7 +152,7 @@ def test_what_runs_again(load, monkeypatch):
         }
         for policy, expected in again.items():
             model.policies = [policy] * 2
-            loss = lorarun.loss(model, batch(False, rows=1))
+            loss = lorarun.loss(model, batch(True, rows=1))
             calls.clear()
             loss.backward()
             assert sorted(calls) == sorted(2 * expected), (name, policy)
@@ -197,7 +197,7 @@ def test_bytes_a_token_and_layer(load, device):
         for model in (load("llama3"), short(load("llama3"))):
             model.policies = [policy] * len(model.model.layers)
             with Alive(model) as alive:
-                hidden = model.hidden_states(tokens)
+                hidden = model.hidden_states(tokens, documents=torch.zeros_like(tokens))
             sizes.append(sum(alive.sizes()))
             del hidden
         assert sizes[0] - sizes[1] == 2 * 12 * 4 * elements, (policy, (sizes[0] - sizes[1]) / 96 - elements)
