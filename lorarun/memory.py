@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 
 from lorarun.bucket import bucket
+from lorarun.compute import use_bf16, use_fp8
 from lorarun.kernels.backend import shapes_only
 from lorarun.load import free_memory
 from lorarun.nn import Model
@@ -112,7 +113,9 @@ def plan(
         raise ValueError(f"plan: compute is {compute!r}; expected bf16 or fp8.")
     if max_tokens < 1 or (budget is not None and budget <= 0):
         raise ValueError(f"plan: max_tokens={max_tokens}, budget={budget}; expected positive numbers.")
-    predictor = Predictor(model, compute, deterministic)
+    if compute != model.compute:
+        (use_fp8 if compute == "fp8" else use_bf16)(model)
+    predictor = Predictor(model, deterministic)
     if not predictor.sketch.learns:
         raise ValueError("plan: nothing of this model is trained; call add_lora(model) first.")
     limit = _free(model, predictor) if budget is None else float(budget)
@@ -127,7 +130,7 @@ def plan(
     model.policies, model.tile = list(choice.policies), choice.tile
     if model.keep_dense != choice.keep_dense:  # setting it drops the copies that there are
         model.keep_dense = choice.keep_dense
-    model.compute, model.deterministic, model.planned = compute, deterministic, made
+    model.deterministic, model.planned = deterministic, made
     print(made, file=sys.stderr)
     return made
 
@@ -158,12 +161,11 @@ def follow(model: Model, tokens: int) -> None:
 class Predictor:
     """Predicts what steps of a model take; a model on a CPU as it runs there, others as on an accelerator."""
 
-    def __init__(self, model: Model, compute: str = "bf16", deterministic: bool = False) -> None:
+    def __init__(self, model: Model, deterministic: bool = False) -> None:
         self.sketch = Sketch(model)
-        self.sketch.model.compute = compute
         self.deterministic = deterministic
         self.accelerated = model.device.type != "cpu"
-        self.quantised = any(True for _ in stores(model))
+        self.quantised = model.compute == "bf16" and any(True for _ in stores(model))
         self.device = model.device
 
     @property

@@ -24,6 +24,7 @@ from lorarun.kernels.lora import Branch, low_rank
 from lorarun.kernels.replay import decide
 from lorarun.kernels.rms_norm import add_rms_norm, rms_norm
 from lorarun.kernels.rope import rope
+from lorarun.kernels.scaled import ScaledWeight
 from lorarun.quant.store import Store, stores
 
 
@@ -86,6 +87,7 @@ class Linear(nn.Module):
         self.lora_B: Any
         self.active: str | None = None  # the adapter that runs
         self.merged: tuple[str, Tensor] | None = None  # (adapter, the weight before it was added)
+        self.scaled: ScaledWeight | None = None  # FP8 copies, shared by all projections of one input
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(self.weight, Store):
@@ -95,11 +97,15 @@ class Linear(nn.Module):
         else:
             h = x.to(self.weight.dtype)
             y = F.linear(h, self.weight, self.bias)
-        branch, drop = self.running()
-        if branch.a is not None and branch.b is not None:
-            h = h if drop is None else dropout(h, *drop)
-            y = y + low_rank(h, branch.a, branch.b, branch.scale)
+        y = self.adapt(y, h)
         return y if y.dtype == x.dtype else y.to(x.dtype)
+
+    def adapt(self, y: Tensor, x: Tensor) -> Tensor:
+        """y, the product with the weight, plus the update of the active adapter for the same input x."""
+        branch, drop = self.running()
+        if branch.a is None or branch.b is None:
+            return y
+        return y + low_rank(x if drop is None else dropout(x, *drop), branch.a, branch.b, branch.scale)
 
     def running(self) -> tuple[Branch, Dropout | None]:
         """The adapter that runs (none when it is merged), and its dropout where that is on.
@@ -318,8 +324,9 @@ class Model(nn.Module):
     """What every family's model is, beside its wiring: a decoder under ``model``, a head, and what it carries along.
 
     ``tokenizer`` and ``source`` come from loading (None for a model built from a configuration), ``adapters`` and
-    ``active`` from :mod:`lorarun.lora`.  ``policies`` (a name of :mod:`lorarun.recompute` for each block) and ``tile``
-    (rows that an MLP takes at a time, None: all) say what training keeps in memory; no result depends on them.
+    ``active`` from :mod:`lorarun.lora`, ``compute`` from :mod:`lorarun.compute`.  ``policies`` (a name of
+    :mod:`lorarun.recompute` for each block) and ``tile`` (rows that an MLP takes at a time, None: all) say what
+    training keeps in memory; no result depends on them.
     """
 
     config: Any
@@ -335,12 +342,12 @@ class Model(nn.Module):
         self.config = config
         self.policies: list[str] = ["keep"] * config.num_hidden_layers
         self.tile: int | None = None
-        self.compute = "bf16"
         self.deterministic = False
         self.tokenizer: Any = None
         self.source: Any = None
         self.adapters: dict[str, Any] = {}
         self.active: str | None = None
+        self.compute = "bf16"
         self.clock = Clock()
         self.planned: Any = None  # what lorarun.plan decided, or loss by itself
         self.graphs: Any = None  # the captured steps of lorarun.loss, see lorarun.graph

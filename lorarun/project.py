@@ -28,6 +28,7 @@ from lorarun.kernels.dropout import Dropout
 from lorarun.kernels.gated import adapted_backward, adapted_forward, gated
 from lorarun.kernels.lora import Branch, lora_down, lora_grad, lora_input_grad, lora_up_, serves
 from lorarun.kernels.replay import decide, frame, keep
+from lorarun.kernels.scaled import quantize_rows, scaled_mm
 from lorarun.nn import Linear, untouched
 from lorarun.quant.store import Store, dense_side_by_side
 
@@ -57,12 +58,21 @@ def _fused(x: Tensor, linears: Sequence[Linear]) -> tuple[list[Branch], Dropout 
     return (branches, drop) if not any(b.rank for b in branches) or serves(flat, branches, drop) else None
 
 
+def _in_fp8(x: Tensor, linears: Sequence[Linear]) -> Frozen | None:
+    """The frozen product where FP8 serves it although one Function does not serve the adapters; else None."""
+    if torch.is_autocast_enabled(x.device.type) or obstacle(linears, x.dtype) is not None:
+        return None
+    frozen = Frozen(linears)
+    return None if frozen.scaled is None else frozen
+
+
 class Frozen:
     """The frozen weights and biases of projections that share an input, as one product.
 
     ``sizes`` are the rows of each output.  Stored weights are dequantised side by side into one buffer that lives for
     the product alone (or stays, with ``model.keep_dense``); dense ones are multiplied one by one into the columns of
-    one result, without copies.
+    one result, without copies.  With FP8 copies, made for just these projections by :mod:`lorarun.compute`, products
+    run on those.
     """
 
     def __init__(self, linears: Sequence[Linear]) -> None:
@@ -70,18 +80,24 @@ class Frozen:
         self.biases = [linear.bias for linear in linears]
         self.sizes = [linear.out_features for linear in linears]
         self.stored = any(isinstance(weight, Store) for weight in self.weights)
+        scaled = linears[0].scaled
+        alike = all(linear.scaled is scaled and linear.merged is None for linear in linears)
+        covered = scaled is not None and len(scaled.forward.codes) == sum(self.sizes)
+        self.scaled = scaled if alike and covered else None
 
     def whole(self, dtype: torch.dtype) -> Tensor | None:
         """Stored weights dequantised [Σ sizes, in], for several products in a row; None for dense ones."""
-        return dense_side_by_side(self.weights, dtype) if self.stored else None
+        return dense_side_by_side(self.weights, dtype) if self.stored and self.scaled is None else None
 
     def mm(self, x: Tensor, whole: Tensor | None = None) -> Tensor:
         """x [rows, in] → [rows, Σ sizes], biases added."""
-        if self.stored:
+        if self.stored or self.scaled is not None:
             bias = None
             if any(b is not None for b in self.biases):
                 zero = [x.new_zeros(size) if b is None else b for b, size in zip(self.biases, self.sizes, strict=True)]
                 bias = torch.cat(zero).to(x.dtype)
+            if self.scaled is not None:
+                return scaled_mm(quantize_rows(x), self.scaled.forward, x.dtype, bias, fast=True)
             return F.linear(x, dense_side_by_side(self.weights, x.dtype) if whole is None else whole, bias)
         y = torch.empty((len(x), sum(self.sizes)), dtype=x.dtype, device=x.device)
         for part, weight, bias in zip(y.split(self.sizes, dim=1), self.weights, self.biases, strict=True):
@@ -93,6 +109,9 @@ class Frozen:
 
     def mm_t(self, dy: Tensor, dx: Tensor | None = None, whole: Tensor | None = None) -> Tensor:
         """dy [rows, Σ sizes] → the gradient of x, [rows, in]; added to ``dx`` in place where it is given."""
+        if self.scaled is not None:
+            product = scaled_mm(quantize_rows(dy), self.scaled.backward, dy.dtype)
+            return product if dx is None else dx.add_(product)
         if self.stored:
             pairs = [(dy, dense_side_by_side(self.weights, dy.dtype) if whole is None else whole)]
         else:
@@ -172,6 +191,20 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor:
             return torch.cat(tuple(parts), dim=1)
         at += part.shape[1]
     return first.as_strided((len(first), width), (width, 1))
+
+
+class _Product(torch.autograd.Function):
+    """The frozen product alone, in FP8, for adapters that the kernels do not serve.  Saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, frozen: Frozen, x: Tensor) -> tuple[Tensor, ...]:
+        ctx.frozen = frozen
+        return frozen.mm(x).split(frozen.sizes, dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> tuple[None, Tensor | None]:
+        return None, ctx.frozen.mm_t(side_by_side(dys)) if ctx.needs_input_grad[1] else None
 
 
 def _in_tiles(
@@ -297,6 +330,9 @@ def project(x: Tensor, *linears: Linear, name: str = "") -> tuple[Tensor, ...]:
     """
     served = _fused(x, linears)
     if served is None:
+        if linears[0].scaled is not None and (frozen := _in_fp8(x, linears)) is not None:
+            ys = _Product.apply(frozen, x.flatten(0, -2))
+            return tuple(linear.adapt(y.unflatten(0, x.shape[:-1]), x) for linear, y in zip(linears, ys, strict=True))
         return tuple(linear(x) for linear in linears)
     branches, drop = served
     ys = _Project.apply(Frozen(linears), branches, drop, name, x.flatten(0, -2), *_factors(branches))

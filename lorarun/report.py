@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from lorarun.compute import groups
 from lorarun.headers import abbreviate
 from lorarun.kernels.attention import serves
 from lorarun.kernels.backend import runs_triton, why
 from lorarun.lora import linears
 from lorarun.nn import Model
-from lorarun.project import obstacle
+from lorarun.project import Frozen, obstacle
 from lorarun.quant.store import Store, stores
 
 
@@ -78,7 +79,7 @@ def _weights(model: Model) -> list[tuple[str, Any]]:
 
 def _storage(model: Model) -> dict[str, str]:
     quantised = any(True for _ in stores(model))
-    groups: dict[str, list[tuple[str, Any]]] = {}
+    found: dict[str, list[tuple[str, Any]]] = {}
     for path, held in _weights(model):
         if "lora_" in path:
             group = "adapters"
@@ -88,13 +89,16 @@ def _storage(model: Model) -> dict[str, str]:
             group = "norms, biases"
         else:
             group = "projections left dense" if quantised and not isinstance(held, Store) else "projections"
-        groups.setdefault(group, []).append((path, held))
-    facts = {group: _held([held for _, held in weights]) for group, weights in groups.items()}
+        found.setdefault(group, []).append((path, held))
+    facts = {group: _held([held for _, held in weights]) for group, weights in found.items()}
     if model.keep_dense:
         copies = [store.dense[1] for _, store in stores(model) if store.dense is not None]
         facts["kept for the run"] = f"{sum(copy.nbytes for copy in copies) / 2**20:,.1f} MiB, {len(copies)} dequantised"
-    if dense := groups.get("projections left dense"):
+    if dense := found.get("projections left dense"):
         facts["projections left dense"] += ": " + abbreviate([path.removesuffix(".weight") for path, _ in dense])
+    scaled = {id(linear.scaled): linear.scaled for group in groups(model) for linear in group.values()}
+    if copies := [tensor for held in scaled.values() if held for way in held for tensor in way]:
+        facts["FP8 copies"] = f"{sum(tensor.nbytes for tensor in copies) / 2**20:,.1f} MiB, for both directions"
     return facts
 
 
@@ -126,6 +130,7 @@ def _operations(model: Model) -> dict[str, str]:
     weight = model.model.embed_tokens.weight
     return {
         "projections": _projections(model),
+        "frozen products": _products(model),
         **_attention(model),
         "norm, rotary, gate": why(weight.device),
         "captured step": "decided at the first loss" if model.graphs is None else str(model.graphs),
@@ -135,22 +140,25 @@ def _operations(model: Model) -> dict[str, str]:
 
 def _projections(model: Model) -> str:
     apart: dict[str, int] = {}
-    groups = [
-        [getattr(part, name) for name in names]
-        for block in model.model.layers
-        for part, *names in (
-            (block.self_attn, "q_proj", "k_proj", "v_proj"), (block.self_attn, "o_proj"),
-            (block.mlp, "gate_proj", "up_proj"), (block.mlp, "down_proj"),
-        )
-    ]  # fmt: skip
+    inputs = [list(group.values()) for group in groups(model)]
     if not runs_triton(model.model.embed_tokens.weight):
         return f"one by one ({why(model.device)})"
-    for group in groups:
+    for group in inputs:
         if reason := obstacle(group, model.dtype):
             apart[reason] = apart.get(reason, 0) + 1
-    fused = len(groups) - sum(apart.values())
+    fused = len(inputs) - sum(apart.values())
     rest = "".join(f"; {count} one by one ({reason})" for reason, count in apart.items())
-    return f"{fused} of {len(groups)} groups that share an input run as one{rest}"
+    return f"{fused} of {len(inputs)} groups that share an input run as one{rest}"
+
+
+def _products(model: Model) -> str:
+    dtype = str(model.dtype).removeprefix("torch.")
+    inputs = [list(group.values()) for group in groups(model)]
+    served = [group for group in inputs if Frozen(group).scaled is not None and obstacle(group, model.dtype) is None]
+    if not served:
+        return dtype
+    rest = f", the others {dtype}" if len(served) < len(inputs) else ""
+    return f"FP8 e4m3 in both directions, a scale a row: {len(served)} of {len(inputs)} groups{rest}"
 
 
 def _attention(model: Model) -> dict[str, str]:
