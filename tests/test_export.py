@@ -172,15 +172,21 @@ def test_a_model_loaded_narrower_than_it_is_stored(tiny: Tiny, tmp_path: Path) -
     assert same_bits(*embeddings)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+QUANTISED = [("qwen3", 8), *((name, 4) for name in ("llama3", "qwen2", "qwen3", "gemma2", "gemma3-text"))]
+
+
+@pytest.mark.parametrize(("name", "bits"), QUANTISED)
 def test_a_base_that_was_quantised_at_loading(
-    bits: int, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, bits: int, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """https://github.com/huggingface/peft/issues/2105: merge into what was trained on, and say so when asked not to."""
-    model = add_lora(load(tiny("qwen3"), bits=bits), r=4, alpha=8, targets=["q_proj", "up_proj"], seed=0)
+    """https://github.com/huggingface/peft/issues/2105: merge into what was trained on, and say so when asked not to.
+
+    What is not a target stays byte for byte, biases of q, k and v among it (https://github.com/unslothai/unsloth/issues/869).
+    """
+    model = add_lora(load(tiny(name), bits=bits), r=4, alpha=8, targets=["q_proj", "up_proj"], seed=0)
     fill_b(model)
     save_merged(model, tmp_path / "merged")
-    before, after = tensors_of(tiny("qwen3")), tensors_of(tmp_path / "merged")
+    before, after = tensors_of(tiny(name)), tensors_of(tmp_path / "merged")
     assert before.keys() == after.keys() and {t.dtype for t in after.values()} == {torch.bfloat16}
     for path, linear in model.named_modules():
         if not path.endswith("_proj"):

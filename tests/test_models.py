@@ -237,8 +237,9 @@ def test_qwen2_has_biases_that_no_field_announces(tiny):
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3-text"])
 def test_gemma_in_fp16_is_refused_before_it_overflows(tiny, name):
-    with pytest.raises(ValueError, match="float16.*bfloat16"):
-        lorarun.load(tiny(name), dtype=torch.float16)
+    for bits in (16, 4):
+        with pytest.raises(ValueError, match="float16.*bfloat16"):
+            lorarun.load(tiny(name), bits=bits, dtype=torch.float16)
 
 
 def test_a_text_config_may_leave_fields_to_the_defaults(tiny):
