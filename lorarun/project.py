@@ -58,9 +58,15 @@ def _fused(x: Tensor, linears: Sequence[Linear]) -> tuple[list[Branch], Dropout 
     return (branches, drop) if not any(b.rank for b in branches) or serves(flat, branches, drop) else None
 
 
+def _rows(x: Tensor) -> Tensor:
+    """x [..., in] as [rows, in] with unit stride in a row, as kernels read it."""
+    rows = x.flatten(0, -2)
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
 def _in_fp8(x: Tensor, linears: Sequence[Linear]) -> Frozen | None:
     """The frozen product where FP8 serves it although one Function does not serve the adapters; else None."""
-    if torch.is_autocast_enabled(x.device.type) or obstacle(linears, x.dtype) is not None:
+    if autocast(x.device) or obstacle(linears, x.dtype) is not None:
         return None
     frozen = Frozen(linears)
     return None if frozen.scaled is None else frozen
@@ -335,7 +341,7 @@ def project(x: Tensor, *linears: Linear, name: str = "") -> tuple[Tensor, ...]:
             return tuple(linear.adapt(y.unflatten(0, x.shape[:-1]), x) for linear, y in zip(linears, ys, strict=True))
         return tuple(linear(x) for linear in linears)
     branches, drop = served
-    ys = _Project.apply(Frozen(linears), branches, drop, name, x.flatten(0, -2), *_factors(branches))
+    ys = _Project.apply(Frozen(linears), branches, drop, name, _rows(x), *_factors(branches))
     return tuple(y.unflatten(0, x.shape[:-1]) for y in ys)
 
 
@@ -349,11 +355,11 @@ def gated_mlp(h: Tensor, gate: Linear, up: Linear, down: Linear, act: str, resid
         (y,) = project(middle, down)
         return y if residual is None else residual + y
     branches = [*opened[0], *closed[0]]
-    rest = None if residual is None else residual.flatten(0, -2)
+    rest = None if residual is None else _rows(residual)
     save, tile = decide((gate, "products"), lambda: (frame().save_products, frame().tile))
     out = _GatedMLP.apply(
         (Frozen((gate, up)), Frozen((down,))), branches, (opened[1], closed[1]), act,
-        save, tile, h.flatten(0, -2), rest, *_factors(branches),
+        save, tile, _rows(h), rest, *_factors(branches),
     )  # fmt: skip
     y = out.unflatten(0, h.shape[:-1])
     return y

@@ -252,7 +252,8 @@ def serves(x: Tensor, branches: Sequence[Branch], drop: Dropout | None = None) -
     shapes = slot(branches) <= MAX_WIDTH and len(branches) <= 3 and all(branch.size > 1 for branch in branches)
     dtypes = {t.dtype for branch in branches for t in branch[1:3] if t is not None}
     whole = all(t.is_contiguous() for branch in branches for t in branch[1:3] if t is not None)
-    return runs_triton(x) and shapes and len(dtypes) == 1 and whole and (drop is None or x.shape[1] % 4 == 0)
+    even = drop is None or all(branch.a is None or branch.a.shape[1] % 4 == 0 for branch in branches)
+    return runs_triton(x) and shapes and len(dtypes) == 1 and whole and even
 
 
 def _triples(branches: Sequence[Branch]) -> tuple[list[Any], list[Any], list[int], list[int], list[float]]:

@@ -90,6 +90,24 @@ def test_gated_mlp(device, act, ranks, dropout, half):
     compare(call, [gate, up, down], [h, residual], 16 if half else 64)
 
 
+@pytest.mark.kernel
+def test_inputs_with_strides_in_a_row(device):
+    torch.manual_seed(0)
+    gate, up = (linear(device, torch.float32, 64, 36, 4) for _ in range(2))
+    down = linear(device, torch.float32, 36, 64, 4)
+    h, residual = (torch.randn(1, 64, 5).to(device) for _ in range(2))  # with two, flattening copies
+    compare(lambda ls, h: project(h.mT, *ls), [gate, up], [h], 64)
+    compare(lambda ls, h, r: gated_mlp(h.mT, *ls, "silu", residual=r.mT), [gate, up, down], [h, residual], 64)
+
+
+@pytest.mark.kernel
+def test_dropout_in_an_mlp_whose_inner_width_is_no_multiple_of_four(device):
+    torch.manual_seed(0)
+    gate, up = (linear(device, torch.float32, 64, 38, 4, dropout=0.25, stream=2) for _ in range(2))
+    down = linear(device, torch.float32, 38, 64, 4, dropout=0.25, stream=3)
+    compare(lambda ls, h: gated_mlp(h, *ls, "silu"), [gate, up, down], [torch.randn(2, 5, 64).to(device)], 64)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dropout", [0.0, 0.05])
 def test_a_layer_of_real_size(device, dropout):
