@@ -69,6 +69,12 @@ def use_fp8(model: Model) -> None:
     model.compute = "fp8"
 
 
+def use(model: Model, compute: str) -> None:
+    """Run the frozen products in "fp8" or "bf16" from now on; copies that there are stay."""
+    if compute != model.compute:
+        (use_fp8 if compute == "fp8" else use_bf16)(model)
+
+
 def use_bf16(model: Model) -> None:
     """Run the frozen products of ``model`` in its own dtype again, and drop the FP8 copies."""
     for group in groups(model):

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from lorarun.bucket import bucket
-from lorarun.compute import use_bf16, use_fp8
+from lorarun.compute import use
 from lorarun.kernels.backend import shapes_only
 from lorarun.load import free_memory
 from lorarun.nn import Model
@@ -111,17 +111,21 @@ def plan(
         raise ValueError(f"plan: policy is {policy!r}; expected auto, {', '.join(POLICIES)}.")
     if compute not in ("bf16", "fp8"):
         raise ValueError(f"plan: compute is {compute!r}; expected bf16 or fp8.")
-    if max_tokens < 1 or (budget is not None and budget <= 0):
+    if max_tokens < 1 or (budget is not None and not budget > 0):
         raise ValueError(f"plan: max_tokens={max_tokens}, budget={budget}; expected positive numbers.")
-    if compute != model.compute:
-        (use_fp8 if compute == "fp8" else use_bf16)(model)
-    predictor = Predictor(model, deterministic)
-    if not predictor.sketch.learns:
-        raise ValueError("plan: nothing of this model is trained; call add_lora(model) first.")
-    limit = _free(model, predictor) if budget is None else float(budget)
-    found = choose(predictor, max_tokens, policy, limit)
-    if found is None:
-        raise ValueError(_too_large(predictor, max_tokens, policy, limit))
+    before = model.compute
+    use(model, compute)
+    try:
+        predictor = Predictor(model, deterministic)
+        if not predictor.sketch.learns:
+            raise ValueError("plan: nothing of this model is trained; call add_lora(model) first.")
+        limit = _free(model, predictor) if budget is None else float(budget)
+        found = choose(predictor, max_tokens, policy, limit)
+        if found is None:
+            raise ValueError(_too_large(predictor, max_tokens, policy, limit))
+    except BaseException:
+        use(model, before)
+        raise
     choice, (allocated, reserved) = found
     made = Plan(
         max_tokens, policy, tuple(choice.policies), choice.tile, choice.keep_dense, compute, deterministic,
@@ -144,15 +148,15 @@ def follow(model: Model, tokens: int) -> None:
         return
     if made is None:
         try:
-            plan(model, bucket(tokens))
+            plan(model, bucket(tokens), compute=model.compute)
         except (RuntimeError, TypeError) as error:  # somebody's module that cannot run on the meta device
             failed = f"{type(error).__name__}: {error}".partition("\n")[0]
             print(f"plan: memory cannot be predicted, every block keeps everything ({failed})", file=sys.stderr)
             keep = ("keep",) * len(model.policies)
-            model.planned = Plan(sys.maxsize, "auto", keep, None, False, "bf16", False, 0, 0, math.inf, failed)
+            model.planned = Plan(sys.maxsize, "auto", keep, None, False, model.compute, False, 0, 0, math.inf, failed)
         return
     print(f"plan: a batch of {tokens:,} tokens is longer than the {made.tokens:,} planned; again:", file=sys.stderr)
-    plan(model, bucket(tokens), made.asked, made.budget, made.compute, made.deterministic)
+    plan(model, bucket(tokens), made.asked, made.budget, model.compute, made.deterministic)
 
 
 # --- prediction ------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from fp8_gate import Task, add_outliers, first_step, passes
 
 import lorarun
+from lorarun import memory
 from lorarun.compute import groups, use_bf16, use_fp8
 from lorarun.kernels.scaled import _emulation as emulation
 from lorarun.models import build_model
@@ -75,6 +76,33 @@ def test_shapes_alone():
     model = decoder().to("meta")
     use_fp8(model)
     assert all(m.scaled.backward.codes.is_meta for group in groups(model) for m in group.values())
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_plans_in_fp8():
+    """Also of adapters that the kernels do not serve; a plan that fails changes nothing, nor does a longer batch."""
+    model = decoder().to("meta", torch.bfloat16)
+    lorarun.add_lora(model, r=80)
+    with pytest.raises(ValueError, match="Not even 128 tokens"):
+        lorarun.plan(model, 128, budget=1.0, compute="fp8")
+    assert model.compute == "bf16" and not model.model.layers[0].mlp.up_proj.scaled
+    lorarun.plan(model, 128, compute="fp8")
+    with pytest.raises(ValueError, match="Not even 128 tokens"):
+        lorarun.plan(model, 128, budget=1.0)
+    assert model.compute == "fp8" and model.model.layers[0].mlp.up_proj.scaled
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_plan_that_loss_makes_leaves_fp8_on(monkeypatch):
+    monkeypatch.setattr(memory, "HOSTS", ("meta",))  # as on an accelerator
+    model = decoder()
+    lorarun.add_lora(model, r=4, seed=0)
+    with emulation():
+        use_fp8(model)
+        for length in (100, 200):  # the first plan, and one for a longer batch
+            ids = torch.arange(length)[None] % 100
+            lorarun.loss(model, {"ids": ids, "labels": ids})
+            assert model.compute == model.planned.compute == "fp8" and model.planned.tokens >= length
 
 
 @pytest.mark.parametrize("outliers", [False, True])

@@ -178,7 +178,7 @@ def test_what_is_asked_for_is_obeyed_or_refused(tiny):
     lorarun.add_lora(model, r=4)
     made = lorarun.plan(model, 96, policy="selective")
     assert model.planned is made and model.policies == ["selective"] * 4 and "4 selective" in str(lorarun.report(model))
-    for wrong in ({"policy": "fast"}, {"compute": "fp4"}, {"budget": 0}):
+    for wrong in ({"policy": "fast"}, {"compute": "fp4"}, {"budget": 0}, {"budget": float("nan")}):
         with pytest.raises(ValueError, match="plan: "):
             lorarun.plan(model, 96, **wrong)
     assert model.planned is made
