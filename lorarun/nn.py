@@ -326,7 +326,8 @@ class Model(nn.Module):
     ``tokenizer`` and ``source`` come from loading (None for a model built from a configuration), ``adapters`` and
     ``active`` from :mod:`lorarun.lora`, ``compute`` from :mod:`lorarun.compute`.  ``policies`` (a name of
     :mod:`lorarun.recompute` for each block) and ``tile`` (rows that an MLP takes at a time, None: all) say what
-    training keeps in memory; no result depends on them.
+    training keeps in memory; no result depends on them, and the first loss on an accelerator sets both where
+    :mod:`lorarun.memory` has not planned.
     """
 
     config: Any
