@@ -29,7 +29,8 @@ from torch import Tensor
 
 from lorarun.cache import Cache
 from lorarun.kernels.dropout import philox
-from lorarun.nn import Model, Rotary
+from lorarun.nn import Model
+from lorarun.rotary import Rotary
 from lorarun.tokenizer import Stream, Tokenizer, configs, end_ids
 
 # Tokens, answers included, that are decoded together: 4 GiB of keys and values for an 8B Llama. More go one batch after

@@ -28,7 +28,8 @@ from lorarun.cache import Cache
 from lorarun.generate import Sampling, Text, choose, generate
 from lorarun.load import load
 from lorarun.lora import adapters_disabled, add_lora
-from lorarun.nn import Embedding, Model, Rotary
+from lorarun.nn import Embedding, Model
+from lorarun.rotary import Rotary
 from lorarun.tokenizer import Tokenizer
 
 decoding = importlib.import_module("lorarun.generate")  # the package has a function of that name

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import lorarun
 from lorarun.config import rope_parameters
 from lorarun.models import build_model
-from lorarun.nn import Rotary, frequencies
+from lorarun.rotary import Rotary, frequencies
 
 REFERENCE = Path(__file__).parent / "reference"
 

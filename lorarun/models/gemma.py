@@ -21,9 +21,10 @@ from lorarun.cache import Cache, place
 from lorarun.config import build, check_supported, rope_parameters
 from lorarun.kernels.attention import Spans, attention
 from lorarun.kernels.replay import in_pass
-from lorarun.nn import Embedding, Linear, Model, RMSNorm, Rotary, Tables, add_norm, rotary
+from lorarun.nn import Embedding, Linear, Model, RMSNorm, add_norm, rotary
 from lorarun.project import gated_mlp, project
 from lorarun.recompute import run_block
+from lorarun.rotary import Rotary, Tables
 
 
 @dataclass
