@@ -35,8 +35,8 @@ from torch import Tensor
 import lorarun
 from lorarun.kernels.attention import attention, document_spans
 from lorarun.nn import Model
+from lorarun.recompute import POLICIES
 
-POLICIES = ("auto", "keep", "no_gate_up", "selective", "recompute", "offload")
 PEERS = ("hf", "hf-off", "liger", "liger-off", "unsloth", "unsloth-off")
 # By what a kernel's name contains, the first that fits.
 CLASSES = {
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--documents", type=int, help="pack documents of about so many tokens into one row")
-    parser.add_argument("--policy", choices=POLICIES, default="auto")
+    parser.add_argument("--policy", choices=("auto", *POLICIES), default="auto")
     parser.add_argument("--compute", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--keep-dense", choices=("yes", "no"), help="16-bit copies of stored weights; else as planned")
     parser.add_argument("--steps", type=int, default=12)
@@ -206,30 +206,13 @@ def profiled(step: Callable[[], Any]) -> list[tuple[str, float, float]]:
 
 
 def planned(model: Model, args: argparse.Namespace) -> dict[str, Any]:
-    """Set the policy through the planner where there is one; what it predicts, in GiB."""
-    keep = None if args.keep_dense is None else args.keep_dense == "yes"
-    if keep and not hasattr(model, "keep_dense"):
-        raise ValueError("keep-dense=yes is not there yet")
-    if hasattr(lorarun, "plan"):
-        plan = lorarun.plan(model, args.batch * args.seq, policy=args.policy, compute=args.compute)
-        print(plan)
-        if keep is not None and keep != model.keep_dense:
-            model.keep_dense = keep
-            return {}  # the prediction is for the other way
-        return {
-            name: float(value) / 2**30
-            for name in ("allocated", "reserved")
-            if isinstance(value := getattr(plan, name, None), int | float)
-        }
-    if args.compute != "bf16":
-        raise ValueError(f"compute={args.compute} is not there yet")
-    if args.policy != "auto":
-        if not hasattr(model, "policies"):
-            raise ValueError(f"policy={args.policy} is not there yet")
-        model.policies = [args.policy] * len(model.model.layers)
-    if keep is not None and hasattr(model, "keep_dense"):
+    """Plan the run; what is predicted, in GiB."""
+    plan = lorarun.plan(model, args.batch * args.seq, policy=args.policy, compute=args.compute)
+    keep = args.keep_dense == "yes"
+    if args.keep_dense is not None and keep != model.keep_dense:
         model.keep_dense = keep
-    return {}
+        return {}  # the prediction is for the other way
+    return {"allocated": plan.allocated / 2**30, "reserved": plan.reserved / 2**30}
 
 
 def ours(args: argparse.Namespace) -> dict[str, Any]:
@@ -244,7 +227,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     step = training_step(parameters, lambda: lorarun.loss(model, next(batches)))
     found = timed_steps(step, args.steps, warm_up(args.batch, args.seq))
     found["predicted_gib"] = predicted
-    found["policies"] = dict(Counter(getattr(model, "policies", [])))
+    found["policies"] = dict(Counter(model.policies))
     found["operations"] = lorarun.report(model).to_dict()["operations"]
     found["trained"] = sum(p.numel() for p in parameters)
     try:
