@@ -74,7 +74,7 @@ def shape_of(given: Given) -> Shape:
     if given.documents is None and dense <= 1.25 * seq:
         documents, padded = False, dense
     else:
-        documents, padded = True, bucket(seq, max(16, 128 // batch))
+        documents, padded = True, bucket(seq, max(16, 128 // max(batch, 1)))
     tokens = batch * padded
     rows = next(n for n in (tokens // 4, tokens // 2, tokens) if n >= given.supervised)
     return Shape(batch, padded, rows, given.positions is not None, documents)

@@ -291,7 +291,7 @@ class Steps:
             self.structure, self.stopped = found.structure, None
             self.seen.clear()
         deterministic = torch.are_deterministic_algorithms_enabled()
-        key = shape, model.dtype, found.state, deterministic, getattr(model, "compute", None)
+        key = shape, model.dtype, found.state, deterministic, model.compute
         if key in self.held:
             self.held.move_to_end(key)
             return self.held[key]
@@ -382,7 +382,7 @@ class Steps:
 
 def unfit(model: Model, given: Given, shape: Shape) -> str | None:
     """Why a batch of this shape is better run eagerly, or cannot run otherwise; None where a graph serves it."""
-    policies = sorted(set(getattr(model, "policies", None) or ["keep"]) - {"keep"})
+    policies = sorted(set(model.policies) - {"keep"})
     if policies:
         return f"the plan says {', '.join(policies)}"
     if any(t is not None and t.device.type != "cpu" for t in (given.ids, given.positions, given.documents, given.goal)):

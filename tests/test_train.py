@@ -253,6 +253,14 @@ def test_labels_that_are_no_ids_are_refused(tiny):
             lorarun.loss(model, batch)
 
 
+@pytest.mark.filterwarnings("ignore:loss. no token")
+def test_empty_batches_are_refused(tiny):
+    model = with_adapter(tiny("llama3"))
+    for shape in ((0, 5), (2, 0)):
+        with pytest.raises(ValueError, match="at least one token"):
+            lorarun.loss(model, Batch(*torch.zeros(2, *shape, dtype=torch.int64)))
+
+
 def test_evaluation_is_a_mean_over_tokens_in_eval_mode(tiny):
     model, batch = lorarun.add_lora(load(tiny("llama3")), dropout=0.5, seed=0), ragged(6)
     expected = lorarun.loss(model.eval(), batch).item()
