@@ -62,7 +62,7 @@ def use_fp8(model: Model) -> None:
             f'{", ".join(odd[:3])}{more} are not. Use compute="bf16".'
         )
     for group in found:
-        weights = [linear.weight for linear in group.values()]
+        weights = [linear.weight if linear.merged is None else linear.merged[1] for linear in group.values()]
         scaled = scale_weight(dequantize_side_by_side(weights, torch.float32))
         for linear in group.values():
             linear.scaled = scaled

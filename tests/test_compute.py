@@ -50,6 +50,9 @@ def test_sizes_that_tensor_cores_do_not_take_are_named():
 def test_products_change_in_fp8_and_are_the_same_bits_in_bf16_afterwards():
     model = decoder()
     lorarun.add_lora(model, r=4, seed=0)
+    for group in groups(model):
+        for projection in group.values():
+            projection.factors("default")[1].data.normal_(std=0.05)
     plain, facts = model(IDS), lorarun.report(model).to_dict()
     assert facts["operations"]["frozen products"] == "float32" and "FP8 copies" not in facts["storage"]
     with emulation():
@@ -60,9 +63,11 @@ def test_products_change_in_fp8_and_are_the_same_bits_in_bf16_afterwards():
         assert "8 of 8 groups" in facts["operations"]["frozen products"]
         weights = 2 * sum(m.weight.numel() for group in groups(model) for m in group.values())
         assert float(facts["storage"]["FP8 copies"].split()[0]) == pytest.approx(weights / 2**20, abs=0.06)
-        lorarun.merge(model)  # B is zero: nothing changes, but the copies would be stale otherwise
-        torch.testing.assert_close(model(IDS), plain)
+        lorarun.merge(model)  # into the weights, of which the copies know nothing
+        torch.testing.assert_close(model(IDS), plain, rtol=1e-4, atol=1e-4)
         assert lorarun.report(model).to_dict()["operations"]["frozen products"] == "float32"
+        use_bf16(model)
+        use_fp8(model)  # of the weights without the adapter
         lorarun.unmerge(model)
         assert torch.equal(model(IDS), scaled)
     use_bf16(model)
