@@ -290,7 +290,7 @@ class Steps:
             self.drop()
             self.structure, self.stopped = found.structure, None
             self.seen.clear()
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        deterministic = model.deterministic or torch.are_deterministic_algorithms_enabled()
         key = shape, model.dtype, found.state, deterministic, getattr(model, "compute", None)
         if key in self.held:
             self.held.move_to_end(key)
