@@ -192,7 +192,6 @@ def test_bytes_a_token_and_layer(load, device):
         "recompute": d + column,
     }
     tokens = torch.randint(3, 1000, (1, 12), device=device)
-    texts = (torch.arange(12, device=device) // 6).unsqueeze(0)  # which our kernel serves everywhere
     for policy, elements in expected.items():
         sizes = []
         for model in (load("llama3"), short(load("llama3"))):
