@@ -145,7 +145,7 @@ def follow(model: Model, tokens: int) -> None:
         return
     if made is None:
         try:
-            plan(model, bucket(tokens))
+            plan(model, bucket(tokens), compute=model.compute)
         except (RuntimeError, TypeError) as error:  # somebody's module that cannot run on the meta device
             failed = f"{type(error).__name__}: {error}".partition("\n")[0]
             print(f"plan: memory cannot be predicted, every block keeps everything ({failed})", file=sys.stderr)
@@ -153,7 +153,7 @@ def follow(model: Model, tokens: int) -> None:
             model.planned = Plan(sys.maxsize, "auto", keep, None, False, "bf16", False, 0, 0, math.inf, failed)
         return
     print(f"plan: a batch of {tokens:,} tokens is longer than the {made.tokens:,} planned; again:", file=sys.stderr)
-    plan(model, bucket(tokens), made.asked, made.budget, made.compute, made.deterministic)
+    plan(model, bucket(tokens), made.asked, made.budget, model.compute, made.deterministic)
 
 
 # --- prediction ------------------------------------------------------------------------------------------------------
