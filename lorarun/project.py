@@ -60,7 +60,7 @@ def _fused(x: Tensor, linears: Sequence[Linear]) -> tuple[list[Branch], Dropout 
 
 def _in_fp8(x: Tensor, linears: Sequence[Linear]) -> Frozen | None:
     """The frozen product where FP8 serves it although one Function does not serve the adapters; else None."""
-    if torch.is_autocast_enabled(x.device.type) or obstacle(linears, x.dtype) is not None:
+    if autocast(x.device) or obstacle(linears, x.dtype) is not None:
         return None
     frozen = Frozen(linears)
     return None if frozen.scaled is None else frozen
