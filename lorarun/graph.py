@@ -90,7 +90,10 @@ def look(model: Model) -> Look:
                 obstacle = "a base weight is trained" if parameter.requires_grad else obstacle
         if kind is not Linear:
             stack.extend(child for child in own["_modules"].values() if child is not None)
-        elif own["_modules"]:
+            continue
+        if own["scaled"] is not None:
+            structure += (part.data_ptr() for way in own["scaled"] for part in way)
+        if own["_modules"]:
             live |= _look_below(own, structure, state, learning)
     if obstacle is None and not (learning and live):
         obstacle = "no adapter is trained"
@@ -290,7 +293,7 @@ class Steps:
             self.drop()
             self.structure, self.stopped = found.structure, None
             self.seen.clear()
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        deterministic = model.deterministic or torch.are_deterministic_algorithms_enabled()
         key = shape, model.dtype, found.state, deterministic, model.compute
         if key in self.held:
             self.held.move_to_end(key)

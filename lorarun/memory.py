@@ -102,7 +102,8 @@ def plan(
     host's memory) are obeyed for every block.
     budget: bytes for the whole run, weights included; None: what the device has free and what the model holds of it,
     less a margin.  A model on the meta device is planned for the accelerator of this machine, or without a limit.
-    compute: "bf16", or "fp8" for frozen products in FP8.  deterministic: plan for bitwise repeatable steps.
+    compute: "bf16", or "fp8" for frozen products in FP8.  deterministic: steps repeat bit by bit, with our attention
+    in the place of cuDNN's, whose backward adds in any order.
 
     Gradients do not depend on the plan.  Raises ValueError when nothing fits, with the largest ``max_tokens`` that
     would, and for a model on which nothing is trained.
@@ -167,7 +168,7 @@ class Predictor:
 
     def __init__(self, model: Model, deterministic: bool = False) -> None:
         self.sketch = Sketch(model)
-        self.deterministic = deterministic
+        self.sketch.model.deterministic = deterministic
         self.accelerated = model.device.type != "cpu"
         self.quantised = model.compute == "bf16" and any(True for _ in stores(model))
         self.device = model.device
@@ -206,13 +207,8 @@ class Predictor:
 
     @contextlib.contextmanager
     def _as_there(self) -> Iterator[None]:
-        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         with torch.enable_grad(), shapes_only() if self.accelerated else contextlib.nullcontext():
-            torch.use_deterministic_algorithms(self.deterministic or before[0], warn_only=before[1])
-            try:
-                yield
-            finally:
-                torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            yield
 
 
 def moments_of(trained: list[torch.Tensor]) -> list[int]:

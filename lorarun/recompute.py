@@ -44,8 +44,12 @@ KEPT = {
 POLICIES = ("keep", "no_gate_up", *KEPT)
 
 
-def run_block(policy: str, block: nn.Module, x: Tensor, *rest: Any, tile: int | None = None) -> Tensor:
+def run_block(
+    policy: str, block: nn.Module, x: Tensor, *rest: Any, tile: int | None = None, deterministic: bool = False
+) -> Tensor:
     """block(x, *rest) under ``policy``, its MLP ``tile`` rows at a time (None: all at once).
+
+    deterministic: the same bits for the same inputs, which cuDNN's attention does not promise on the way back.
 
     Without gradients, and where a cache is filled, nothing is kept for backward and the policy does not matter.
     """
@@ -59,7 +63,7 @@ def run_block(policy: str, block: nn.Module, x: Tensor, *rest: Any, tile: int | 
         out: Tensor = block(x, *rest) if whole else again(x, *rest)
         return out
     names = () if whole or not _bare(block) else KEPT[policy]
-    frame = Frame(names, save_products=policy == "keep", tile=tile)
+    frame = Frame(names, save_products=policy == "keep", tile=tile, deterministic=deterministic)
     if whole:
         with Running(frame):
             out = block(x, *rest)

@@ -14,6 +14,7 @@ from lorarun.compute import groups
 from lorarun.headers import abbreviate
 from lorarun.kernels.attention import serves
 from lorarun.kernels.backend import runs_triton, why
+from lorarun.kernels.replay import Frame, Running
 from lorarun.lora import linears
 from lorarun.nn import Model
 from lorarun.project import Frozen, obstacle
@@ -176,6 +177,7 @@ def _attention(model: Model) -> dict[str, str]:
     facts = {}
     for window in kinds:
         name = "attention, full" if window is None else f"attention, window {window}"
-        one, packed = (serves(q, k, k, each, window, cap) for each in (None, spans))
+        with Running(Frame(deterministic=model.deterministic)):
+            one, packed = (serves(q, k, k, each, window, cap) for each in (None, spans))
         facts[name] = one if one == packed else f"{one}; packed documents: {packed}"
     return facts

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lorarun.kernels.backend import INTERPRETED, autocast, runs_triton, tl, triton, why
-from lorarun.kernels.replay import keep
+from lorarun.kernels.replay import decide, frame, keep
 
 
 class Spans(NamedTuple):
@@ -517,7 +517,7 @@ def serves(
     }
     reasons = [name for name, wanted in features.items() if wanted]
     if not reasons and not INTERPRETED:
-        if half and torch.are_deterministic_algorithms_enabled():
+        if half and decide("deterministic", _deterministic):
             reasons = ["deterministic algorithms"]
         elif half and queries % 128:
             reasons = ["cuDNN would build a plan for this length, no multiple of 128"]
@@ -534,6 +534,10 @@ def serves(
     if queries < keys and _graded(q, k, v):
         return "torch: gradients of the last queries of longer rows"
     return "Triton: " + (", ".join(reasons) or "whatever the interpreter can")
+
+
+def _deterministic() -> bool:
+    return frame().deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 def _graded(*tensors: Tensor) -> bool:

@@ -27,10 +27,17 @@ from lorarun.kernels import backend
 
 class Frame:
     """How a block runs once, and what it kept: ``names`` are kept for replays; ``save_products``, whether its MLP
-    saves gate and up for backward; ``tile``, how many rows its MLP takes at a time (None: all)."""
+    saves gate and up for backward; ``tile``, how many rows its MLP takes at a time (None: all); ``deterministic``,
+    whether the same inputs must give the same bits again."""
 
-    def __init__(self, names: Collection[str] = (), save_products: bool = True, tile: int | None = None) -> None:
-        self.names, self.save_products, self.tile = names, save_products, tile
+    def __init__(
+        self,
+        names: Collection[str] = (),
+        save_products: bool = True,
+        tile: int | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        self.names, self.save_products, self.tile, self.deterministic = names, save_products, tile, deterministic
         self.kept: dict[str, Any] = {}
         self.forced = False  # whether the forward ran the references
 

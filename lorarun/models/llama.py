@@ -153,7 +153,7 @@ class Llama(Model):
         x = self.model.embed_tokens(ids)
         states = [x] if layers else []
         for policy, block in zip(self.policies, self.model.layers, strict=True):
-            x = run_block(policy, block, x, tables, spans, cache, tile=self.tile)
+            x = run_block(policy, block, x, tables, spans, cache, tile=self.tile, deterministic=self.deterministic)
             if layers:
                 states.append(x)
         x = self.model.norm(x)

@@ -6,6 +6,7 @@ from kernels.checks import narrow, poison
 
 from lorarun.kernels import attention as file
 from lorarun.kernels.attention import Spans, attention, document_ends, document_spans, document_starts, serves
+from lorarun.kernels.replay import Frame, Running
 
 
 @pytest.fixture(autouse=True)
@@ -397,3 +398,6 @@ def test_deterministic_algorithms_are_ours(device):
         assert serves(q, k, v) == "Triton: deterministic algorithms"
     finally:
         torch.use_deterministic_algorithms(False)
+    assert serves(q, k, v) == "cuDNN: dense causal rows"
+    with Running(Frame(deterministic=True)):
+        assert serves(q, k, v) == "Triton: deterministic algorithms"
