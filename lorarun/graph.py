@@ -313,19 +313,17 @@ class Steps:
             self._synchronize()
             del self.held[oldest]
         try:
-            self.held[key] = self._captured(Step(model, shape, found.parameters, compute), given)
-            return self.held[key]
+            step = Step(model, shape, found.parameters, compute)
+            step.fill(given)
+            step.replay = (self.capture or self._graph)(step.run)
+            self.held[key] = step
+            return step
         except RuntimeError as error:
             memory = isinstance(error, torch.OutOfMemoryError)
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
             self.reason = self.stopped = "out of memory while capturing" if memory else f"the capture failed: {said}"
         self.drop()  # and training goes on without graphs
         return None
-
-    def _captured(self, step: Step, given: Given) -> Step:
-        step.fill(given)
-        step.replay = (self.capture or self._graph)(step.run)
-        return step
 
     def _graph(self, run: Callable[[], None]) -> Callable[[], None]:
         """Warm up twice on a side stream, where kernels compile and cuDNN plans, then capture."""

@@ -78,7 +78,8 @@ class Plan:
             "blocks, from the input": ", then ".join(f"{count} {policy}" for policy, count in runs),
             "MLP": f"{self.tile:,} rows at a time" if tiled else "whole",
             "kept copies of weights": copies,
-            "compute": self.compute + (", deterministic" if self.deterministic else ""),
+            "frozen products": {"bf16": "in the model's dtype", "fp8": "in FP8"}[self.compute]
+            + (", deterministic" if self.deterministic else ""),
         }
 
     def __str__(self) -> str:
@@ -102,8 +103,8 @@ def plan(
     host's memory) are obeyed for every block.
     budget: bytes for the whole run, weights included; None: what the device has free and what the model holds of it,
     less a margin.  A model on the meta device is planned for the accelerator of this machine, or without a limit.
-    compute: "bf16", or "fp8" for frozen products in FP8.  deterministic: steps repeat bit by bit, with our attention
-    in the place of cuDNN's, whose backward adds in any order.
+    compute: "bf16" (frozen products in the dtype of the model) or "fp8".  deterministic: steps repeat bit by bit, with
+    our attention in the place of cuDNN's, whose backward adds in any order.
 
     Gradients do not depend on the plan.  Raises ValueError when nothing fits, with the largest ``max_tokens`` that
     would, and for a model on which nothing is trained.
