@@ -78,8 +78,8 @@ class Plan:
             "blocks, from the input": ", then ".join(f"{count} {policy}" for policy, count in runs),
             "MLP": f"{self.tile:,} rows at a time" if tiled else "whole",
             "kept copies of weights": copies,
-            "frozen products": {"bf16": "in the model's dtype", "fp8": "in FP8"}[self.compute]
-            + (", deterministic" if self.deterministic else ""),
+            "frozen products": {"bf16": "in the model's dtype", "fp8": "in FP8"}[self.compute],
+            **({"deterministic": "steps repeat bit by bit"} if self.deterministic else {}),
         }
 
     def __str__(self) -> str:
