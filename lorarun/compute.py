@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from lorarun.kernels.scaled import MULTIPLE, scale_weight, unavailable
 from lorarun.nn import Linear, Model
-from lorarun.quant.store import dequantize_side_by_side
+from lorarun.quant.store import Store, dequantize_side_by_side
 
 INPUTS = (
     ("self_attn", "q_proj", "k_proj", "v_proj"),
@@ -32,6 +33,12 @@ def groups(model: Model) -> Iterator[dict[str, Linear]]:
     for i, block in enumerate(model.model.layers):
         for part, *names in INPUTS:
             yield {f"model.layers.{i}.{part}.{name}": getattr(getattr(block, part), name) for name in names}
+
+
+def _own(linear: Linear) -> Tensor | Store:
+    """The weight without an adapter that is merged into it."""
+    weight: Tensor | Store = linear.weight
+    return weight if linear.merged is None else linear.merged[1].to(weight.device)
 
 
 @torch.no_grad()
@@ -62,7 +69,7 @@ def use_fp8(model: Model) -> None:
             f'{", ".join(odd[:3])}{more} are not. Use compute="bf16".'
         )
     for group in found:
-        weights = [linear.weight if linear.merged is None else linear.merged[1] for linear in group.values()]
+        weights = [_own(linear) for linear in group.values()]
         scaled = scale_weight(dequantize_side_by_side(weights, torch.float32))
         for linear in group.values():
             linear.scaled = scaled
