@@ -90,7 +90,7 @@ def _storage(model: Model) -> dict[str, str]:
         else:
             group = "projections left dense" if quantised and not isinstance(held, Store) else "projections"
         found.setdefault(group, []).append((path, held))
-    facts = {group: _held([held for _, held in weights]) for group, weights in found.items()}
+    facts = {group: _held([held for _, held in weights]) + _origin(model, weights) for group, weights in found.items()}
     if model.keep_dense:
         copies = [store.dense[1] for _, store in stores(model) if store.dense is not None]
         facts["kept for the run"] = f"{sum(copy.nbytes for copy in copies) / 2**20:,.1f} MiB, {len(copies)} dequantised"
@@ -100,6 +100,18 @@ def _storage(model: Model) -> dict[str, str]:
     if copies := [tensor for held in scaled.values() if held for way in held for tensor in way]:
         facts["FP8 copies"] = f"{sum(tensor.nbytes for tensor in copies) / 2**20:,.1f} MiB, for both directions"
     return facts
+
+
+def _origin(model: Model, weights: list[tuple[str, Any]]) -> str:
+    """How a group of weights is stored in the checkpoint, and what was asked for it."""
+    kinds = sorted({model.stored[path] for path, _ in weights if path in model.stored})
+    if not kinds:
+        return ""
+    bits = model.asked["bits"]
+    projections = any("_proj.weight" in path for path, _ in weights)
+    asked = "as stored" if bits is None else f"bits={bits}"
+    dtype = str(model.asked["dtype"]).removeprefix("torch.")
+    return f" (stored: {', '.join(kinds)}; asked: {f'{asked}, ' if projections else ''}{dtype})"
 
 
 def _held(weights: list[Any]) -> str:
