@@ -191,7 +191,7 @@ def abbreviate(names: Collection[str], limit: int = 8) -> str:
     return ", ".join(pieces[:limit]) + more
 
 
-# --- one tensor -------------------------------------------------------------------------------------------------------
+# --- one tensor ----------------------------------------------------------------------------------------------------
 
 
 def read_mapped(path: Path, name: str) -> torch.Tensor:
