@@ -57,9 +57,8 @@ class Checkpoint:
     def dtype(self) -> torch.dtype:
         """The floating-point dtype that holds most of the weights: what the checkpoint "is in"."""
         sizes: dict[torch.dtype, int] = {}
-        packed = self.quantised.packed.keys() | self.quantised.beside
-        for name, entry in self.entries.items():
-            if entry.dtype in DENSE and name not in packed:
+        for entry in self.entries.values():
+            if entry.dtype in DENSE:
                 sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes // entry.dtype.itemsize
         if not sizes:
             raise ValueError(f"{self.folder} holds no floating-point tensor.")

@@ -195,8 +195,9 @@ def _say(
     if checkpoint.packed and checkpoint.quantised.notice:
         print(f"load: {checkpoint.quantised.notice}.", file=sys.stderr)
     if stores and device.type == "cpu":
+        widths = " and ".join(sorted({f"{store.bits:.0f}-bit" for store in stores.values()}))
         print(
-            "load: quantised weights work on a CPU, but slowly: each product decodes them again. bits=16 is faster "
+            f"load: {widths} weights work on a CPU, but slowly: each product decodes them again. bits=16 is faster "
             "where memory allows it.",
             file=sys.stderr,
         )

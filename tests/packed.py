@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -47,15 +47,15 @@ def quantise_bnb4(
     nested: bool = True,
     skip: tuple[str, ...] = (),
     kind: str = "nf4",
-    storage: Any = None,
+    storage: torch.dtype = torch.uint8,
 ) -> None:
-    """The projections in NF4, but those whose names hold a text of `skip`."""
-    storage = torch.uint8 if storage is None else storage
+    """The projections in four bits, but those whose names hold a text of `skip`."""
+    functional = pytest.importorskip("bitsandbytes.functional")
 
     def change(name: str, tensor: Tensor) -> dict[str, Tensor]:
         if not is_projection(name) or any(text in name for text in skip):
             return {name: tensor}
-        codes, state = quantize_4bit(
+        codes, state = functional.quantize_4bit(
             tensor, blocksize=block, compress_statistics=nested, quant_type=kind, quant_storage=storage
         )
         return {name: codes, **{f"{name}.{part}": held.cpu() for part, held in state.as_dict(packed=True).items()}}
@@ -151,12 +151,13 @@ def dequantised(folder: Path) -> dict[str, Tensor]:
         beside = {n.removeprefix(f"{name}."): t for n, t in tensors.items() if n.startswith(f"{name}.")}
         scale = tensors.get(f"{name}_scale_inv", tensors.get(f"{name}_scale"))
         if beside:
-            state = QuantState.from_dict(beside, device=torch.device("cpu"))
+            functional = pytest.importorskip("bitsandbytes.functional")
+            state = functional.QuantState.from_dict(beside, device=torch.device("cpu"))
             state.dtype = torch.float32  # else the values would be rounded to that of the original
             # As one row: blocks run over the whole weight, and bitsandbytes' CPU code begins a new one with each row,
             # unlike its CUDA code and its own quantisation, where rows are no multiple of the block.
             shape, state.shape = state.shape, torch.Size([1, state.shape.numel()])
-            weights[name] = dequantize_4bit(tensor, state).view(shape)
+            weights[name] = functional.dequantize_4bit(tensor, state).view(shape)
         elif scale is not None:
             wide = spread(scale, tensor.shape, *size) if size else scale.float()
             weights[name] = tensor.float() * wide
