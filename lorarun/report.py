@@ -44,7 +44,7 @@ def report(model: Model) -> Report:
     """What ``model`` is and how it runs, as it stands now.
 
     Sections: source (name, folder, revision), model (family, parameters, device), storage (bytes and dtypes of each
-    group of weights), adapters (rank, scale, projections, dtype, whether live), plan (predicted memory, what blocks
+    group of weights, how they were stored, what was asked), adapters (rank, scale, projections, dtype, whether live), plan (predicted memory, what blocks
     keep), operations (what serves each, and why).
     """
     source = model.source
@@ -90,12 +90,14 @@ def _storage(model: Model) -> dict[str, str]:
         else:
             group = "projections left dense" if quantised and not isinstance(held, Store) else "projections"
         found.setdefault(group, []).append((path, held))
-    facts = {group: _held([held for _, held in weights]) + _origin(model, weights) for group, weights in found.items()}
+    facts = {group: _held([held for _, held in weights]) for group, weights in found.items()}
     if model.keep_dense:
         copies = [store.dense[1] for _, store in stores(model) if store.dense is not None]
         facts["kept for the run"] = f"{sum(copy.nbytes for copy in copies) / 2**20:,.1f} MiB, {len(copies)} dequantised"
     if dense := found.get("projections left dense"):
         facts["projections left dense"] += ": " + abbreviate([path.removesuffix(".weight") for path, _ in dense])
+    for group, weights in found.items():
+        facts[group] += _origin(model, weights)
     scaled = {id(linear.scaled): linear.scaled for group in groups(model) for linear in group.values()}
     if copies := [tensor for held in scaled.values() if held for way in held for tensor in way]:
         facts["FP8 copies"] = f"{sum(tensor.nbytes for tensor in copies) / 2**20:,.1f} MiB, for both directions"
