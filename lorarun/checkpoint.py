@@ -82,7 +82,9 @@ class Checkpoint:
     def unpack(self, name: str, device: torch.device | str = "cpu", mmap: bool = True) -> Store:
         """A quantised weight as it is stored, on ``device`` in memory of its own."""
         packed = self.packed[name]
-        tensors = dict(self.read(packed.parts.values(), mmap))
+        codes = packed.parts["codes"]
+        tensors = dict(self.read([codes], mmap))
+        tensors |= self.read([n for n in packed.parts.values() if n != codes], mmap=False)  # too small to map
         return packed.make({part: tensors[n].to(device, copy=mmap) for part, n in packed.parts.items()})
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -38,7 +38,9 @@ NF4, FP8 = "NF4", "FP8"
 BESIDE_NF4 = re.compile(r"(.*\.weight)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*)")
 STATE = "quant_state.bitsandbytes__"
 BESIDE_FP8 = re.compile(r"(.*\.weight)_(scale_inv|scale)")
-ACTIVATIONS = re.compile(r".*\.(input_scale|output_scale|activation_scale|[qkv]_scale)")  # of activations and the cache
+ACTIVATIONS = re.compile(
+    r".*\.(input_scale|output_scale|activation_scale|(kv|[qkv])_scale)"
+)  # of activations and the cache
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 STATE_BYTES = 1 << 16  # more than any quant state has
 
@@ -127,7 +129,7 @@ def _compressed_scheme(config: Mapping[str, Any]) -> tuple[Scheme | None, str]:
     if not isinstance(groups, Mapping) or not groups or not all(isinstance(g, Mapping) for g in groups.values()):
         return None, f"config_groups {groups!r:.40}"
     formats = {str(config.get("format")), *(str(group["format"]) for group in groups.values() if group.get("format"))}
-    if formats != {"float-quantized"}:
+    if not formats <= {"float-quantized", "naive-quantized"}:  # the same files, by the later and the earlier name
         return None, f"format {', '.join(sorted(formats))} (float-quantized is supported)"
     for name in ("sparsity_config", "transform_config"):
         if (more := config.get(name)) and not (isinstance(more, Mapping) and more.get("format") == "dense"):

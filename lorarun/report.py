@@ -44,8 +44,8 @@ def report(model: Model) -> Report:
     """What ``model`` is and how it runs, as it stands now.
 
     Sections: source (name, folder, revision), model (family, parameters, device), storage (bytes and dtypes of each
-    group of weights, how they were stored, what was asked), adapters (rank, scale, projections, dtype, whether live), plan (predicted memory, what blocks
-    keep), operations (what serves each, and why).
+    group of weights, how they were stored, what was asked), adapters (rank, scale, projections, dtype, whether live),
+    plan (predicted memory, what blocks keep), operations (what serves each, and why).
     """
     source = model.source
     facts: dict[str, dict[str, Any]] = {

@@ -91,7 +91,7 @@ def test_fp8_scales_of_every_kind(tiny, tmp_path, dtype, block):
     """The widths 64 and 160 leave partial blocks at the edges; None is one scale a weight."""
     folder = copied(tiny("qwen3"), tmp_path)
     packed.quantise_fp8(folder, block, dtype, skip=("layers.0.mlp",))
-    model = lorarun.load(folder, device="cpu")
+    model = lorarun.load(folder, device="cpu", mmap=block != (64, 64))
     assert_bits_kept(model, folder, 28 - 3)
     lorarun.add_lora(model, r=4, seed=0)
     model(torch.arange(3, 40).unsqueeze(0)).square().mean().backward()
@@ -103,7 +103,7 @@ def test_fp8_scales_of_every_kind(tiny, tmp_path, dtype, block):
 def test_compressed_tensors(tiny, tmp_path, capsys, strategy, dtype):
     folder = copied(tiny("llama3"), tmp_path)
     packed.quantise_compressed(folder, strategy, dtype)
-    assert_bits_kept(lorarun.load(folder, device="cpu"), folder, 28)
+    assert_bits_kept(lorarun.load(folder, device="cpu", mmap=dtype == torch.float32), folder, 28)
     assert "activations are not quantised" in capsys.readouterr().err
 
 
@@ -201,6 +201,19 @@ def test_as_stored_or_as_asked_and_always_said(tiny, capsys):
     path, again = next(iter(stores(model)))
     exact = open_checkpoint(eight).dense(path)
     assert torch.equal(again.dequantize(torch.float32), NF4Store.from_dense(exact).dequantize(torch.float32))
+
+
+@pytest.mark.parametrize("name", ["qwen3-bnb4", "gemma2-fp8"])
+def test_adapters_learn_on_it_as_on_its_dense_weights(tiny, name):
+    grads = []
+    for bits in (None, 16):
+        model = lorarun.add_lora(lorarun.load(tiny(name), bits=bits, device="cpu"), r=4, seed=0)
+        for i, parameter in enumerate(lorarun.lora_parameters(model)):
+            parameter.data.normal_(std=0.05, generator=torch.Generator().manual_seed(i))
+        logits(model, tiny(name)).log_softmax(-1)[..., 7].sum().backward()
+        grads.append([parameter.grad for parameter in lorarun.lora_parameters(model)])
+    for ours, dense in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, dense, rtol=1e-4, atol=1e-5 * dense.abs().max().item())
 
 
 def test_bits_16_rounds_once(tiny):
