@@ -11,6 +11,9 @@ the next one is read. Host memory stays below the model plus its largest tensor,
 a whole shard would count every page it has touched, so each tensor is opened through a mapping of its own (about a
 millisecond each for a shard of a thousand tensors).
 
+Weights that several tensors make up, codes and scales, are the business of :mod:`lorarun.quantised`; here they count as
+one.
+
 Given up: pickled checkpoints, and checkpoints that leave tensors out and have a library fill them with defaults.
 """
 

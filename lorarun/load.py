@@ -176,7 +176,9 @@ def _stores(
         )
     if bits is None:
         return held, stored
-    wanted = list(held) if packed else projections  # what a quantised checkpoint left in 16 bits stays there
+    wanted = list(held) if packed else projections
+    if bits in STORES and (left := [name for name in projections if name not in wanted]):
+        print(f"load: the checkpoint left in 16 bits, and so they stay: {abbreviate(left)}.", file=sys.stderr)
     return {name: STORES[bits] for name in wanted if bits in STORES}, stored
 
 

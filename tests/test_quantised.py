@@ -237,7 +237,9 @@ def test_skip_dequantises_and_what_was_left_dense_stays(tiny, tmp_path, capsys):
     packed.quantise_bnb4(folder, skip=("layers.1.mlp",))
     model = lorarun.load(folder, bits=4, skip=["o_proj"], device="cpu")
     assert len(dict(stores(model))) == 28 - 3 - 4
-    assert "made dense: model.layers.{0-3}.self_attn.o_proj.weight" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "made dense: model.layers.{0-3}.self_attn.o_proj.weight" in said
+    assert "left in 16 bits, and so they stay: model.layers.1.mlp.gate_proj.weight" in said
     expected = packed.dequantised(folder)
     for name in ("model.layers.1.mlp.up_proj.weight", "model.layers.2.self_attn.o_proj.weight"):
         assert torch.equal(model.get_parameter(name), expected[name])
