@@ -11,6 +11,9 @@ the next one is read. Host memory stays below the model plus its largest tensor,
 a whole shard would count every page it has touched, so each tensor is opened through a mapping of its own (about a
 millisecond each for a shard of a thousand tensors).
 
+Weights that several tensors make up, codes and scales, are the business of :mod:`lorarun.quantised`; here they count as
+one.
+
 Given up: pickled checkpoints, and checkpoints that leave tensors out and have a library fill them with defaults.
 """
 
@@ -20,19 +23,30 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch import nn
 
-from lorarun.headers import INDEX, SINGLE, Entry, abbreviate, is_plain_name, read_header, read_json
+from lorarun.headers import (
+    INDEX,
+    SINGLE,
+    Entry,
+    abbreviate,
+    is_plain_name,
+    read_header,
+    read_json,
+    read_mapped,
+    read_plain,
+    same_bytes,
+)
 from lorarun.quant.store import Store
+from lorarun.quantised import Packed, Quantised, find_quantised
 
 DENSE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 VISION = ("vision_tower.", "multi_modal_projector.", "vision_model.", "embed_vision.")
-CHUNK = 1 << 24  # bytes compared at once
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,39 @@ class Checkpoint:
             raise ValueError(f"{self.folder} holds no floating-point tensor.")
         return max(sizes, key=lambda dtype: sizes[dtype])
 
+    @cached_property
+    def quantised(self) -> Quantised:
+        """What of it is quantised.  Raises ValueError for what is not supported or not whole."""
+        config = read_config(self.folder) if (self.folder / "config.json").exists() else {}
+        return find_quantised(self.folder, self.entries, config)
+
+    @property
+    def packed(self) -> dict[str, Packed]:
+        """The quantised weights, by name."""
+        return self.quantised.packed
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor; of a quantised weight, that of the matrix that it stands for."""
+        return self.packed[name].shape if name in self.packed else self.entries[name].shape
+
+    def unpack(self, name: str, device: torch.device | str = "cpu", mmap: bool = True) -> Store:
+        """A quantised weight as it is stored, on ``device`` in memory of its own."""
+        packed = self.packed[name]
+        codes = packed.parts["codes"]
+        tensors = dict(self.read([codes], mmap))
+        tensors |= self.read([n for n in packed.parts.values() if n != codes], mmap=False)  # too small to map
+        return packed.make({part: tensors[n].to(device, copy=mmap) for part, n in packed.parts.items()})
+
+    def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Any tensor as numbers on the CPU: a quantised one dequantised in fp32 and rounded once, another one cast."""
+        if name in self.packed:
+            return self.unpack(name).dequantize(dtype)
+        ((_, tensor),) = self.read([name])
+        return tensor.to(dtype, copy=True)
+
+    def in_file_order(self, names: Collection[str]) -> list[str]:
+        return sorted(names, key=lambda name: (self.entries[name].file, self.entries[name].start))
+
     def read(self, names: Collection[str], mmap: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """The named tensors, one at a time in file order, on the CPU in the stored dtype.
 
@@ -64,11 +111,10 @@ class Checkpoint:
         unknown = [name for name in names if name not in self.entries]
         if unknown:
             raise ValueError(f"{self.folder} holds no tensor {abbreviate(unknown)}.")
-        ordered = sorted(names, key=lambda name: (self.entries[name].file, self.entries[name].start))
-        for name in ordered:
+        for name in self.in_file_order(names):
             entry = self.entries[name]
             path = self.folder / entry.file
-            yield name, _read_mapped(path, name) if mmap else _read_plain(path, name, entry)
+            yield name, read_mapped(path, name) if mmap else read_plain(path, name, entry)
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -191,54 +237,6 @@ def _index_problems(weight_map: dict[str, str], entries: dict[str, Entry], broke
     return problems
 
 
-# --- reading -------------------------------------------------------------------------------------------------------
-
-
-def _read_mapped(path: Path, name: str) -> torch.Tensor:
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            return file.get_tensor(name)
-    except safetensors.SafetensorError as error:
-        raise OSError(f"{path} changed while {name} was read from it ({error}): load again.") from None
-
-
-def _read_plain(path: Path, name: str, entry: Entry) -> torch.Tensor:
-    buffer = bytearray(entry.nbytes)
-    with open(path, "rb", buffering=0) as stream:
-        stream.seek(entry.start)
-        _read_into(stream, buffer, path, name)
-    if not buffer:
-        return torch.empty(entry.shape, dtype=entry.dtype)
-    return torch.frombuffer(buffer, dtype=entry.dtype).reshape(entry.shape)  # shares the buffer and keeps it alive
-
-
-def _read_into(stream: Any, buffer: bytearray, path: Path, name: str) -> None:
-    """Fill ``buffer``; one system call reads at most 2 GiB, and may read less than asked."""
-    view, done = memoryview(buffer), 0
-    while done < len(buffer):
-        count = stream.readinto(view[done:])
-        if not count:
-            raise OSError(f"{path} ended after {done} of the {len(buffer)} bytes of {name}: it changed; load again.")
-        done += count
-
-
-def _same_bytes(folder: Path, one: Entry, other: Entry) -> bool:
-    """Whether two tensors are bit-equal, without holding either."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    with open(folder / one.file, "rb", buffering=0) as left, open(folder / other.file, "rb", buffering=0) as right:
-        left.seek(one.start)
-        right.seek(other.start)
-        for done in range(0, one.nbytes, CHUNK):
-            size = min(CHUNK, one.nbytes - done)
-            a, b = bytearray(size), bytearray(size)
-            _read_into(left, a, folder / one.file, "a tensor")
-            _read_into(right, b, folder / other.file, "a tensor")
-            if a != b:
-                return False
-    return True
-
-
 # --- into a model --------------------------------------------------------------------------------------------------
 
 
@@ -254,8 +252,9 @@ def fill(
     """Replace every (meta) parameter of ``model`` by the checkpoint's tensor of that name, frozen, cast to ``dtype`` on
     ``device``, in memory of its own.
 
-    Those that ``stores`` names become stores of that class instead: each is quantised on ``device``, from the values
-    that are stored, before the next one is read, so that device memory holds one dense tensor at a time.
+    Those that ``stores`` names become stores of that class instead.  What is stored in that format is taken as it is;
+    everything else is quantised on ``device``, from the values that are stored, before the next one is read, so that
+    device memory holds one dense tensor at a time.  Quantised weights that ``stores`` does not name are dequantised.
 
     ``nested=True`` reads a text model out of a multimodal checkpoint, in both layouts that exist:
     ``language_model.model.*`` and ``model.language_model.*``. Parameters that the model ties (one Parameter under two
@@ -265,7 +264,6 @@ def fill(
     read, and one that lists every tensor that could not be quantised; after that, or an ``OSError`` while reading,
     the model is unusable.
     """
-    _refuse_quantised(checkpoint)
     places, problems = stored_names(checkpoint, nested)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     names: dict[int, list[str]] = {}  # the names of each parameter, tied ones have several
@@ -278,8 +276,7 @@ def fill(
     for tied in names.values():
         stored = [places[name] for name in tied if name in places]
         for other in stored[1:]:
-            one, two = checkpoint.entries[stored[0]], checkpoint.entries[other]
-            if not problems and not _same_bytes(checkpoint.folder, one, two):
+            if not problems and not _same_weight(checkpoint, stored[0], other):
                 problems.append(
                     f"{stored[0]} and {other} differ, though config.json ties them: set tie_word_embeddings to false "
                     "there if the head is meant to be its own"
@@ -307,39 +304,46 @@ def _pour(
 ) -> None:
     """Put each tensor of ``targets`` (stored name -> model name) into its place, one after the other."""
     problems = []
-    for stored, tensor in checkpoint.read(targets, mmap):
+    for stored in checkpoint.in_file_order(targets):
         path, _, leaf = targets[stored].rpartition(".")
         owner, store = model.get_submodule(path), stores.get(targets[stored])
-        if store is None:
-            setattr(owner, leaf, nn.Parameter(tensor.to(device, dtype, copy=mmap), requires_grad=False))
-        else:
+        if store is not None:
             delattr(owner, leaf)  # a module cannot be assigned where a Parameter is
-            try:
-                setattr(owner, leaf, store.from_dense(tensor.to(device)))
-            except ValueError as error:
-                problems.append(f"{stored}: {error}")
-        del tensor
+        try:
+            setattr(owner, leaf, _weight(checkpoint, stored, store, dtype, device, mmap))
+        except ValueError as error:
+            problems.append(f"{stored}: {error}")
     if problems:
         raise ValueError(
-            f"These tensors in {checkpoint.folder} cannot be quantised:\n"
+            f"These tensors in {checkpoint.folder} cannot be {'loaded' if checkpoint.packed else 'quantised'}:\n"
             + "\n".join(f"  - {problem}" for problem in problems)
         )
 
 
-def _refuse_quantised(checkpoint: Checkpoint) -> None:
-    config = read_config(checkpoint.folder) if (checkpoint.folder / "config.json").exists() else {}
-    method = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    codes: dict[str, list[str]] = {}
-    for name, entry in checkpoint.entries.items():
-        if entry.dtype not in DENSE and entry.dtype.itemsize == 1 and entry.dtype != torch.bool:
-            codes.setdefault(str(entry.dtype).removeprefix("torch."), []).append(name)
-    if not method and not codes:
-        return
-    kind = method.get("quant_method", "unnamed") if isinstance(method, dict) else "of a kind that its tensors show"
-    held = "; ".join(f"{dtype}: {abbreviate(names, 2)}" for dtype, names in codes.items())
-    raise ValueError(
-        f"{checkpoint.folder} is a quantised checkpoint ({kind}{'; ' + held if held else ''}), and only float16, "
-        "bfloat16 and float32 checkpoints can be loaded: use the repo it was quantised from."
+def _weight(
+    checkpoint: Checkpoint,
+    name: str,
+    store: type[Store] | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    mmap: bool,
+) -> nn.Parameter | Store:
+    """A tensor as a store of that class, or as a frozen Parameter of ``dtype``; from whichever it is stored as."""
+    if name in checkpoint.packed:
+        held = checkpoint.unpack(name, device, mmap)
+        if type(held) is store:
+            return held
+        value = held.dequantize(torch.float32 if store else dtype)
+    else:
+        ((_, value),) = checkpoint.read([name], mmap)
+        value = value.to(device) if store else value.to(device, dtype, copy=mmap)
+    return store.from_dense(value) if store else nn.Parameter(value, requires_grad=False)
+
+
+def _same_weight(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    parts = [tuple(checkpoint.packed[n].parts.values()) if n in checkpoint.packed else (n,) for n in (one, other)]
+    return len(parts[0]) == len(parts[1]) and all(
+        same_bytes(checkpoint.folder, checkpoint.entries[a], checkpoint.entries[b]) for a, b in zip(*parts, strict=True)
     )
 
 
@@ -348,6 +352,8 @@ def stored_names(checkpoint: Checkpoint, nested: bool) -> tuple[dict[str, str], 
     places: dict[str, str] = {}
     problems: list[str] = []
     for stored in checkpoint.entries:
+        if stored in checkpoint.quantised.beside:
+            continue
         name = stored
         if nested:
             inner = stored.removeprefix("model.")
@@ -372,10 +378,10 @@ def _mismatches(parameters: dict[str, nn.Parameter], places: dict[str, str], che
         entry = checkpoint.entries[stored]
         if name not in parameters:
             unexpected.append(stored)
-        elif entry.shape != tuple(parameters[name].shape):
-            wrong = f"shape {list(entry.shape)} instead of {list(parameters[name].shape)}"
+        elif checkpoint.shape(stored) != tuple(parameters[name].shape):
+            wrong = f"shape {list(checkpoint.shape(stored))} instead of {list(parameters[name].shape)}"
             alike.setdefault(wrong, []).append(stored)
-        elif entry.dtype not in DENSE:
+        elif entry.dtype not in DENSE and stored not in checkpoint.packed:
             wrong = f"dtype {str(entry.dtype).removeprefix('torch.')} instead of a floating-point one"
             alike.setdefault(wrong, []).append(stored)
     problems = [f"{len(unexpected)} tensors are unexpected: {abbreviate(unexpected)}"] if unexpected else []

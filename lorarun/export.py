@@ -180,7 +180,7 @@ def _prepare(model: Model, base: str, dtype: torch.dtype | None) -> _Export:
     shapes = {name: weight.shape for name, weight in live.items()}
     shapes |= {name: linear.weight.shape for name, linear in anew.items()}
     entries = source.entries
-    if problems or len(anew) < len(rewritten) or any(entries[n].shape != shape for n, shape in shapes.items()):
+    if problems or len(anew) < len(rewritten) or any(source.shape(n) != shape for n, shape in shapes.items()):
         raise ValueError(f"save_merged: {source.folder} is no longer the checkpoint that this model was loaded from.")
     if any(entries[name].dtype not in DENSE for name in shapes):
         raise ValueError(f"save_merged: {source.folder} is quantised itself, which is not supported.")

@@ -1,4 +1,4 @@
-"""What a safetensors file says about itself, read and checked without reading a tensor.
+"""What a safetensors file says about itself, read and checked without reading a tensor; and one tensor's bytes.
 
 A safetensors file is the header's length (8 bytes, little-endian), the header (JSON: name -> dtype, shape,
 data_offsets counted from the header's end) and the tensors' bytes without gaps. The safetensors library checks this
@@ -18,6 +18,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import safetensors
 import torch
 
 INDEX = "model.safetensors.index.json"
@@ -36,12 +37,14 @@ DTYPES: dict[str, torch.dtype] = {
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
     "F64": torch.float64,
 }
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
+CHUNK = 1 << 24  # bytes compared at once
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -186,3 +189,51 @@ def abbreviate(names: Collection[str], limit: int = 8) -> str:
         pieces.append(before + (f"{{{text}}}" if len(numbers) > 1 else text) + after)
     more = f" and {len(pieces) - limit} more" if len(pieces) > limit else ""
     return ", ".join(pieces[:limit]) + more
+
+
+# --- one tensor ----------------------------------------------------------------------------------------------------
+
+
+def read_mapped(path: Path, name: str) -> torch.Tensor:
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return file.get_tensor(name)
+    except safetensors.SafetensorError as error:
+        raise OSError(f"{path} changed while {name} was read from it ({error}): load again.") from None
+
+
+def read_plain(path: Path, name: str, entry: Entry) -> torch.Tensor:
+    buffer = bytearray(entry.nbytes)
+    with open(path, "rb", buffering=0) as stream:
+        stream.seek(entry.start)
+        _read_into(stream, buffer, path, name)
+    if not buffer:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    return torch.frombuffer(buffer, dtype=entry.dtype).reshape(entry.shape)  # shares the buffer and keeps it alive
+
+
+def _read_into(stream: Any, buffer: bytearray, path: Path, name: str) -> None:
+    """Fill ``buffer``; one system call reads at most 2 GiB, and may read less than asked."""
+    view, done = memoryview(buffer), 0
+    while done < len(buffer):
+        count = stream.readinto(view[done:])
+        if not count:
+            raise OSError(f"{path} ended after {done} of the {len(buffer)} bytes of {name}: it changed; load again.")
+        done += count
+
+
+def same_bytes(folder: Path, one: Entry, other: Entry) -> bool:
+    """Whether two tensors are bit-equal, without holding either."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with open(folder / one.file, "rb", buffering=0) as left, open(folder / other.file, "rb", buffering=0) as right:
+        left.seek(one.start)
+        right.seek(other.start)
+        for done in range(0, one.nbytes, CHUNK):
+            size = min(CHUNK, one.nbytes - done)
+            a, b = bytearray(size), bytearray(size)
+            _read_into(left, a, folder / one.file, "a tensor")
+            _read_into(right, b, folder / other.file, "a tensor")
+            if a != b:
+                return False
+    return True

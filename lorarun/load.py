@@ -15,13 +15,15 @@ from pathlib import Path
 import torch
 
 from lorarun import adapter as adapters
-from lorarun.checkpoint import fill, open_checkpoint, read_config
+from lorarun.checkpoint import Checkpoint, fill, open_checkpoint, read_config, stored_names
 from lorarun.config import stored_dtype
+from lorarun.headers import abbreviate
 from lorarun.hub import resolve, resolve_adapter
 from lorarun.lora import find_targets, selects
 from lorarun.models import build_model
 from lorarun.nn import Model
 from lorarun.quant.store import FP8Store, NF4Store, Store
+from lorarun.quantised import read_scheme
 from lorarun.tokenizer import Tokenizer
 
 STORES: dict[int, type[Store]] = {4: NF4Store, 8: FP8Store}
@@ -42,8 +44,10 @@ def load(
 
     name: a local folder, a hub id (``owner/name``) or an alias (``llama-3.1-8b-instruct``; see
         ``lorarun.hub.ALIASES``).  It may also hold an adapter: then its base is loaded and the adapter put on it.
-    bits: how the projections of the blocks are kept: None or 16, dense as stored; 8, FP8 with a scale a row; 4, NF4
-        with double quantisation.  Each is quantised as it arrives; embedding, head and norms stay dense.
+    bits: how the projections of the blocks are kept: None, as stored; 16, dense; 8, FP8 with a scale a row; 4, NF4 with
+        double quantisation.  Each is quantised as it arrives; embedding, head and norms stay dense.  A checkpoint that
+        is quantised itself (bitsandbytes NF4, FP8) is taken as it is with None and with its own bits, what it left in
+        16 bits included.  bits=16 dequantises it, bits=4 makes NF4 of FP8: both are said on stderr and in the report.
     dtype: of what is dense and of the arithmetic; by default what the checkpoint has on an accelerator, fp32 on a CPU,
         where quantised weights work too, slowly.
     device: by default the accelerator, else the CPU.  A model that does not fit is refused with the numbers.
@@ -85,16 +89,12 @@ def load(
         model = build_model(raw)
     if dtype is torch.float16 and not model.fp16:
         raise ValueError(f"load: {name} overflows in float16; choose dtype=torch.bfloat16 or torch.float32.")
-    stores = _stores(model, bits, skip)
-    _check_fits(model, dtype, place, stores)
-    if stores and place.type == "cpu":
-        print(
-            f"load: {bits}-bit weights work on a CPU, but slowly: each product decodes them again. bits=16 is faster "
-            "where memory allows it.",
-            file=sys.stderr,
-        )
-    model.requires_grad_(False).eval()
     model.nested = raw.get("text_config") is not None
+    stores, model.stored = _stores(model, checkpoint, bits, skip)
+    model.asked = {"bits": bits, "dtype": dtype}
+    _check_fits(model, dtype, place, stores)
+    _say(checkpoint, model.stored, stores, place)
+    model.requires_grad_(False).eval()
     fill(model, checkpoint, dtype, place, mmap, model.nested, stores)
     model.source = source
     if folder is not None:
@@ -119,10 +119,13 @@ def load_adapter(
 
 
 def _check_config(folder: Path) -> None:
-    """Refuse a model that no family serves as soon as its configuration is there, before its weights are fetched."""
+    """Refuse a model that no family serves, or whose weights are in a format that is not supported, as soon as its
+    configuration is there, before its weights are fetched."""
     if (folder / "config.json").is_file():
+        raw = read_config(folder)
         with torch.device("meta"):
-            build_model(read_config(folder))
+            build_model(raw)
+        read_scheme(raw)
 
 
 def _device(wanted: str | torch.device) -> torch.device:
@@ -145,18 +148,61 @@ def default_device() -> torch.device:
     return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
 
 
-def _stores(model: Model, bits: int | None, skip: Sequence[str]) -> dict[str, type[Store]]:
-    """Names of the weights that are to be quantised: those of the blocks' projections, without what ``skip`` names."""
+def _stores(
+    model: Model, checkpoint: Checkpoint, bits: int | None, skip: Sequence[str]
+) -> tuple[dict[str, type[Store]], dict[str, str]]:
+    """The weights that become stores, by name: of the blocks' projections, without what ``skip`` names.  And the format
+    in which each weight of the model is stored."""
     names = [skip] if isinstance(skip, str) else list(skip)
     if names and bits not in STORES:
         raise ValueError(f"load: skip={names} means something with bits=8 or 4 only; got bits={bits}.")
     unknown = [name for name in names if not any(selects([name], path) for path, _ in model.named_modules())]
     if unknown:
         raise ValueError(f"load: skip names {', '.join(unknown)}, which no module of this model is called.")
-    if bits not in STORES:
-        return {}
-    projections = find_targets(model, "all-linear")
-    return {f"{path}.weight": STORES[bits] for path, _ in projections if not selects(names, path)}
+    places, _ = stored_names(checkpoint, model.nested)
+    packed = {name: checkpoint.packed[place] for name, place in places.items() if place in checkpoint.packed}
+    stored = {
+        name: packed[name].kind
+        if name in packed
+        else f"dense {str(checkpoint.entries[place].dtype).removeprefix('torch.')}"
+        for name, place in places.items()
+    }
+    projections = [f"{path}.weight" for path, _ in find_targets(model, "all-linear") if not selects(names, path)]
+    held = {name: packed[name].store for name in projections if name in packed}
+    if bits == 8 and NF4Store in held.values():
+        raise ValueError(
+            "load: bits=8 on a 4-bit checkpoint would round its weights again and double the memory; bits=None or 4 "
+            "keeps them, bits=16 dequantises them."
+        )
+    if bits is None:
+        return held, stored
+    wanted = list(held) if packed else projections
+    if bits in STORES and (left := [name for name in projections if name not in wanted]):
+        print(f"load: the checkpoint left in 16 bits, and so they stay: {abbreviate(left)}.", file=sys.stderr)
+    return {name: STORES[bits] for name in wanted if bits in STORES}, stored
+
+
+def _say(
+    checkpoint: Checkpoint, stored: Mapping[str, str], stores: Mapping[str, type[Store]], device: torch.device
+) -> None:
+    """Say on stderr what becomes of what is stored, and what a CPU makes of stores."""
+    converted: dict[tuple[str, str], list[str]] = {}
+    for name, kind in stored.items():
+        after = stores[name].format if name in stores else "dense"
+        if not kind.startswith((after, "dense ")):
+            converted.setdefault((kind, after), []).append(name)
+    for (kind, after), names in converted.items():
+        lossy = "" if after == "dense" else ", which rounds them again"
+        print(f"load: stored as {kind}, made {after}{lossy}: {abbreviate(names)}.", file=sys.stderr)
+    if checkpoint.packed and checkpoint.quantised.notice:
+        print(f"load: {checkpoint.quantised.notice}.", file=sys.stderr)
+    if stores and device.type == "cpu":
+        widths = " and ".join(sorted({f"{store.bits:.0f}-bit" for store in stores.values()}))
+        print(
+            f"load: {widths} weights work on a CPU, but slowly: each product decodes them again. bits=16 is faster "
+            "where memory allows it.",
+            file=sys.stderr,
+        )
 
 
 def _check_fits(model: Model, dtype: torch.dtype, device: torch.device, stores: Mapping[str, type[Store]]) -> None:

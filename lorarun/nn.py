@@ -230,7 +230,8 @@ class Embedding(nn.Module):
 class Model(nn.Module):
     """What every family's model is, beside its wiring: a decoder under ``model``, a head, and what it carries along.
 
-    ``tokenizer`` and ``source`` come from loading (None for a model built from a configuration), ``adapters`` and
+    ``tokenizer``, ``source``, ``stored`` (the format of each weight in the checkpoint, by name) and ``asked`` (what was
+    asked of loading) come from there (empty for a model built from a configuration), ``adapters`` and
     ``active`` from :mod:`lorarun.lora`, ``compute`` from :mod:`lorarun.compute`.  ``policies`` (a name of
     :mod:`lorarun.recompute` for each block) and ``tile`` (rows that an MLP takes at a time, None: all) say what
     training keeps in memory; no result depends on them, and the first loss on an accelerator sets both where
@@ -253,6 +254,8 @@ class Model(nn.Module):
         self.deterministic = False
         self.tokenizer: Any = None
         self.source: Any = None
+        self.stored: dict[str, str] = {}
+        self.asked: dict[str, Any] = {}
         self.adapters: dict[str, Any] = {}
         self.active: str | None = None
         self.compute = "bf16"

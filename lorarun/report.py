@@ -45,8 +45,8 @@ def report(model: Model) -> Report:
     """What ``model`` is and how it runs, as it stands now.
 
     Sections: source (name, folder, revision), model (family, parameters, device), storage (bytes and dtypes of each
-    group of weights), adapters (rank, scale, projections, dtype, whether live), plan (predicted memory, what blocks
-    keep), operations (what serves each, and why).
+    group of weights, how they were stored, what was asked), adapters (rank, scale, projections, dtype, whether live),
+    plan (predicted memory, what blocks keep), operations (what serves each, and why).
     """
     source = model.source
     facts: dict[str, dict[str, Any]] = {
@@ -97,10 +97,24 @@ def _storage(model: Model) -> dict[str, str]:
         facts["kept for the run"] = f"{sum(copy.nbytes for copy in copies) / 2**20:,.1f} MiB, {len(copies)} dequantised"
     if dense := found.get("projections left dense"):
         facts["projections left dense"] += ": " + abbreviate([path.removesuffix(".weight") for path, _ in dense])
+    for group, weights in found.items():
+        facts[group] += _origin(model, weights)
     scaled = {id(linear.scaled): linear.scaled for group in groups(model) for linear in group.values()}
     if copies := [tensor for held in scaled.values() if held for way in held for tensor in way]:
         facts["FP8 copies"] = f"{sum(tensor.nbytes for tensor in copies) / 2**20:,.1f} MiB, for both directions"
     return facts
+
+
+def _origin(model: Model, weights: list[tuple[str, Any]]) -> str:
+    """How a group of weights is stored in the checkpoint, and what was asked for it."""
+    kinds = sorted({model.stored[path] for path, _ in weights if path in model.stored})
+    if not kinds:
+        return ""
+    bits = model.asked["bits"]
+    projections = any("_proj.weight" in path for path, _ in weights)
+    asked = "as stored" if bits is None else f"bits={bits}"
+    dtype = str(model.asked["dtype"]).removeprefix("torch.")
+    return f" (stored: {', '.join(kinds)}; asked: {f'{asked}, ' if projections else ''}{dtype})"
 
 
 def _held(weights: list[Any]) -> str:

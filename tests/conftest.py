@@ -67,7 +67,8 @@ def one_thread() -> Iterator[None]:
 def tiny() -> Callable[[str], Path]:
     """`tiny(name)` is the folder of that checkpoint of tests/tiny.py, reference included. Read-only."""
     # Whoever changes the recipes or transformers gets new folders; the old ones stay until .cache is deleted.
-    recipes = hashlib.sha256(Path(checkpoints.__file__).read_bytes()).hexdigest()[:8]
+    files = (checkpoints.__file__, checkpoints.packed.__file__)
+    recipes = hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()[:8]
     out = CACHE / "tiny" / f"transformers-{transformers.__version__}-{recipes}"
 
     def folder(name: str) -> Path:

@@ -373,9 +373,10 @@ def test_what_is_quantised_and_what_the_report_says(tiny, capsys):
     facts = report(model).to_dict()
     assert facts["model"]["parameters"] == report(dense).to_dict()["model"]["parameters"]
     size = sum(p.nbytes for _, store in stores(model) for p in store.parameters()) / 2**20
-    assert facts["storage"]["projections"] == f"{size:,.1f} MiB NF4 in blocks of 64, double quantisation"
+    origin = " (stored: dense bfloat16; asked: bits=4, float32)"
+    assert facts["storage"]["projections"] == f"{size:,.1f} MiB NF4 in blocks of 64, double quantisation{origin}"
     assert facts["storage"]["projections left dense"].endswith(
-        "MiB dense float32: model.layers.{0-3}.mlp.down_proj, model.layers.1.mlp.up_proj"
+        f"MiB dense float32: model.layers.{{0-3}}.mlp.down_proj, model.layers.1.mlp.up_proj{origin}"
     )
     assert "FP8 e4m3, a scale a row" in str(report(load(tiny("llama3"), bits=8)))
     assert "left dense" not in str(report(dense)) + str(report(load(tiny("llama3"), bits=8)))

@@ -15,7 +15,9 @@ a mistake in any of them shows in the logits. What this gives up is realism: not
 
 Two suffixes name variants of a recipe: `-sharded` (several weight files and an index) and `-v4config` (`config.json`
 as transformers 4 wrote it, with `rope_theta`, `rope_scaling` and `torch_dtype`, which is what most published
-checkpoints have). To look at them by hand: `python tests/tiny.py FOLDER [NAME ...]`.
+checkpoints have). Every recipe also has `-bnb4` (projections in NF4 with double quantisation) and `-fp8` (in blocks of
+128 × 128); their references are computed from the dequantised weights, see tests/packed.py. To look at them by hand:
+`python tests/tiny.py FOLDER [NAME ...]`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import packed
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -167,6 +170,8 @@ RECIPES: dict[str, Recipe] = {
 }
 # Every name that `make` knows: the recipes and their variants.
 NAMES = [name + suffix for name, recipe in RECIPES.items() for suffix in ("", *(f"-{v}" for v in recipe.variants))]
+# What every recipe has too.
+QUANTISED = {"bnb4": packed.quantise_bnb4, "fp8": packed.quantise_fp8}
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
@@ -224,7 +229,7 @@ def make(name: str, out: Path, seed: int = 0) -> Path:
     """Write the checkpoint `name` (one of `NAMES`) to `out/name`, in one step at the end, and return that folder."""
     base, _, variant = (name, "", "") if name in RECIPES else name.rpartition("-")
     recipe = RECIPES[base]
-    assert not variant or variant in recipe.variants, f"{name} is none of {', '.join(NAMES)}"
+    assert not variant or variant in (*recipe.variants, *QUANTISED), f"{name} is none of {', '.join(NAMES)}"
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out, prefix=".making-") as scratch:
         partial = Path(scratch) / name
@@ -235,7 +240,13 @@ def make(name: str, out: Path, seed: int = 0) -> Path:
             path = partial / "config.json"
             config = v4_config(json.loads(path.read_text(encoding="utf-8")))
             path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        write_reference(recipe, partial, seed)
+        if variant in QUANTISED:
+            QUANTISED[variant](partial)
+            dense = packed.dense_copy(partial, Path(scratch) / "dense")
+            write_reference(recipe, dense, seed)
+            shutil.move(dense / "reference.safetensors", partial)
+        else:
+            write_reference(recipe, partial, seed)
         shutil.rmtree(out / name, ignore_errors=True)
         try:
             partial.replace(out / name)

@@ -28,6 +28,7 @@ class Store(nn.Module):
     dtype = None  # whoever dequantises chooses one
     shape: torch.Size
     bits: float
+    format: str  # in a word
     codes: nn.Parameter
     kept = False  # whether the weight may stay dequantised between its uses, see :func:`dense_side_by_side`
     dense: tuple[Any, Tensor] | None = None  # what it stays as, and from what that was made
@@ -83,6 +84,7 @@ class NF4Store(Store):
     offset, one fp32 number.  Raises ValueError when they do not fit ``shape`` or each other.
     """
 
+    format = "NF4"
     bits = 4.127  # 4 + 8 / 64 + 32 / (64 · 256)
     absmax: nn.Parameter
     nested_absmax: nn.Parameter | None
@@ -154,6 +156,7 @@ class FP8Store(Store):
     when they do not fit each other.
     """
 
+    format = "FP8"
     bits = 8.01
     scale: nn.Parameter
 
