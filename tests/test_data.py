@@ -74,7 +74,7 @@ def test_an_end_token_already_there_is_not_doubled(tmp_path: Path, row: dict[str
 
 def test_an_end_token_shared_with_padding_is_learned(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, pad_token="</s>")
-    rows = [chat("what</s>", "fox"), chat("what", "the quick brown fox answers")]
+    rows = [{"prompt": "what</s> who</s>", "completion": " fox"}, chat("what", "the quick brown fox answers")]
     batch = batches(rows, tokenizer, pack=False)[0]
     assert tokenizer.pad_id == EOS and batch.documents is not None
     padding = batch.documents == -1
@@ -202,7 +202,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         batches([chat("what", "fox")], load(tmp_path, None))
     with pytest.raises(ValueError, match="max_tokens must be at least 2"):
         batches([{"text": "fox"}], load(tmp_path), max_tokens=1)
-    with pytest.raises(ValueError, match="read_rows reads a JSONL file"):
+    with pytest.raises(ValueError, match="read_rows reads files"):
         batches("rows.jsonl", load(tmp_path))  # type: ignore[arg-type]
 
 
@@ -234,7 +234,7 @@ def test_read_rows(tmp_path: Path) -> None:
     (b'{"text": "fox"', "line 3 is not valid JSON: "),
     (b'["fox"]', "line 3 must be a JSON object, got a list"),
     (b"null", "line 3 must be a JSON object, got a NoneType"),
-    (b'{"text": "\xff"}', "line 3 is not valid JSON: 'utf-8'"),
+    (b'{"text": "\xff"}', "line 3 is not UTF-8: .* save the file as UTF-8"),
 ])  # fmt: skip
 def test_a_broken_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     path = tmp_path / "rows.jsonl"
