@@ -89,7 +89,7 @@ def _files(path: Path) -> list[Path]:
         raise ValueError(f"the folder {path} must hold files ending in one of {', '.join(KINDS)}, got {got}")
     if len(files) < len(seen):
         other = next(file for file in seen if file not in files)
-        print(f"lorarun: {len(seen) - len(files)} files in {path} are not read, such as {other.name}", file=sys.stderr)
+        print(f"lorarun: not all files in {path} are read: {other.name} is not, for one", file=sys.stderr)
     return files
 
 
