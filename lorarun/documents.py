@@ -60,7 +60,7 @@ class Prepared:
     control: list[int] = field(default_factory=list)  # conversations in whose messages a control token is typed
     empty: list[int] = field(default_factory=list)  # conversations with an empty answer
     disordered: list[int] = field(default_factory=list)  # conversations whose roles come in a strange order
-    origins: dict[int, str] = field(default_factory=dict)  # of the rows named above: the file and line, if known
+    origins: dict[int, str] = field(default_factory=dict)  # of the rows to be named: the file and line, if known
 
     def noted(self) -> list[list[int]]:
         """The lists of rows to speak of."""
@@ -162,8 +162,6 @@ def documents_of(row: Any, tokenizer: Tokenizer, fold_system: bool, prepared: Pr
     prepared.rows += 1
     if origin := getattr(row, "origin", ""):
         prepared.origins[prepared.rows] = origin
-    notes = prepared.noted()
-    before = sum(map(len, notes))
     try:
         row = standard(row)
         ids, learned = _encode(row, tokenizer, fold_system, prepared)
@@ -182,8 +180,8 @@ def documents_of(row: Any, tokenizer: Tokenizer, fold_system: bool, prepared: Pr
         for start in range(0, len(ids) - 1, prepared.max_tokens - 1):
             piece = slice(start, start + prepared.max_tokens)
             documents.append(Document(whole[piece], labels[piece]))
-    if before == sum(map(len, notes)):
-        prepared.origins.pop(prepared.rows, None)  # only those that are spoken of
+    if not any(numbers[-1:] == [prepared.rows] and len(numbers) <= SHOWN for numbers in prepared.noted()):
+        prepared.origins.pop(prepared.rows, None)  # only those that will be shown
     return documents
 
 

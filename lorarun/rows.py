@@ -15,6 +15,7 @@ import csv
 import gzip
 import json
 import sys
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -103,12 +104,15 @@ def _row(content: Any, origin: str) -> Row:
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
     """Every line's origin and text. Lines end in \\n and nothing else, for JSON may hold Unicode's other line ends."""
-    with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
                 yield f"{path}, line {number}", line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path}, line {number} is not UTF-8: {error}; save the file as UTF-8") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}, line {number} is not UTF-8: {error}; save the file as UTF-8") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} cannot be decompressed, behind line {number}: {error}; fetch it again") from error
 
 
 def _parsed(text: str, origin: str) -> Any:

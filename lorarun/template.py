@@ -289,6 +289,7 @@ class _Conversation:
 
     def __init__(self, template: Template, messages: list[Message], tools: Any, extra: dict[str, Any]) -> None:
         self.template = template
+        self.learned = [bool(message.pop("weight", 1)) for message in messages]  # no template is to write it
         self.messages = messages
         self.now = datetime.now()
         self.variables = {**template.tokens, "documents": None, "tools": plain(tools), **plain(extra)}
@@ -354,7 +355,7 @@ class _Conversation:
         known: dict[str, tuple[str, ...]] = {}
         spans: list[Span] = []
         for i, message in enumerate(self.messages):
-            if message["role"] != "assistant" or not message.get("weight", 1):
+            if message["role"] != "assistant" or not self.learned[i]:
                 continue
             stretches = [(start, end) for start, end in written.get(i, []) if text[start:end].strip()]
             if not stretches and i in written and not message.get("content"):
@@ -367,7 +368,7 @@ class _Conversation:
 
     def unwanted(self, span: Span, written: dict[int, list[Span]]) -> bool:
         """Whether a generation tag's ``span`` lies in what a message of weight 0 wrote."""
-        zero = [i for i, message in enumerate(self.messages) if not message.get("weight", 1)]
+        zero = [i for i, learned in enumerate(self.learned) if not learned]
         if any(i not in written for i in zero if self.messages[i]["role"] == "assistant"):
             raise ValueError("this chat template does not tell which message wrote what, so weight 0 cannot be obeyed")
         return any(low <= span[0] < high for i in zero for low, high in written.get(i, []))

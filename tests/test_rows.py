@@ -127,6 +127,8 @@ def test_rows_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
     ("a.csv", b"text,id\nfox,1\n\xff,2\n", r"a\.csv, line 3 is not UTF-8: .*save the file as UTF-8"),
     ("a.txt", b"fox\n\xe9\n", r"a\.txt, line 2 is not UTF-8"),
     ("a.parquet", b"PAR1 not really", r"a\.parquet cannot be read as Parquet, behind row 0"),
+    ("a.txt.gz", b"fox", r"a\.txt\.gz cannot be decompressed, behind line 0: Not a gzipped file"),
+    ("a.txt.gz", gzip.compress(b"fox\n" * 9)[:-9], r"a\.txt\.gz cannot be decompressed, behind line \d+: .*; fetch it"),
     ("a.xlsx", b"", r"a\.xlsx: how to read it is told by the ending, and known are \.jsonl, "),
     ("a.parquet.gz", b"", r"a\.parquet\.gz: how to read it .* all but \.parquet also \.gz"),
 ])  # fmt: skip
@@ -216,7 +218,9 @@ GENERATION = (
 )
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, GENERATION])
+@pytest.mark.parametrize(
+    "template", [TEMPLATE, GENERATION, TEMPLATE.replace("m.content", "m.content + (m.weight | string)")]
+)
 def test_an_answer_of_weight_0_is_not_learned(tmp_path: Path, template: str) -> None:
     tokenizer = load(tmp_path, template)
     row = chat("what", "fox", "who", "quick", "what", "brown")
