@@ -150,7 +150,8 @@ def _read_table(path: Path) -> Iterator[Row]:
             csv.field_size_limit(limit)
         if cells is None:
             return
-        origin = f"{path}, line {max(start, 2)}"
+        inside = sum(cell.count("\n") for cell in cells.values() if isinstance(cell, str))
+        origin = f"{path}, line {reader.line_num - inside}"
         if None in cells or None in cells.values():  # where DictReader puts cells too many, and those that lack
             more = "more" if None in cells else "fewer"
             raise ValueError(f"{origin} has {more} cells than the header's {len(reader.fieldnames or [])}")

@@ -122,6 +122,7 @@ def test_rows_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
     ("a.json", b'[{"text": "fox"},\n {"text" "fox"}]', r"a\.json is not valid JSON: .* line 2 column 10"),
     ("a.jsonl", b'[\n{"text": "fox"}]', r"a\.jsonl, line 1 is not valid JSON: .* give the file a \.json ending"),
     ("a.csv", b"text,id\nfox,1\nfox\n", r"a\.csv, line 3 has fewer cells than the header's 2"),
+    ("a.csv", b"text,id\n\nfox,1\n\nfox\n", r"a\.csv, line 5 has fewer cells than the header's 2"),
     ("a.csv", b"text,id\nfox,1\nfox,2,3\n", r"a\.csv, line 3 has more cells than the header's 2"),
     ("a.csv", b'text,id\nfox,1\n"fox,2\n', r"a\.csv, line 3 is not valid CSV: unexpected end of data"),
     ("a.csv", b"text,id\nfox,1\n\xff,2\n", r"a\.csv, line 3 is not UTF-8: .*save the file as UTF-8"),
