@@ -1,288 +1,42 @@
-"""Rows become token ids and labels, and those become batches.
-
-A row is a conversation, a prompt with its completion, or a text. Each becomes one document: its ids, and labels that
-repeat the ids where the model has to learn them. Everything is decided by position. The usual way, labels masked by
-comparing with the pad id, also masks the real end token wherever a tokenizer pads with it, and the model never stops.
-
-Rows are never cut or dropped in silence: what cannot be used is counted, with row numbers, and said once. Only plain
-texts are cut, into consecutive pieces, for no piece of a text is less of a text.
+"""Rows, as documents, become batches.
 
 ``batches`` packs several documents into one row by default, where padding would be work for nothing; positions
 restart with each document and ``documents`` says which token belongs to which, so none attends to another. Rows are
 tokenised when ``batches`` is called, not while iterating: the number of batches is known, and every mistake shows
-before training. What that gives up is data larger than memory (16 bytes a token).
+before training. That takes 16 bytes a token; with ``buffer`` rows are tokenised on the way, so that they may be more
+than memory holds, and what that gives up is the number of batches, and a shuffle wider than the buffer.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import sys
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar, overload
 
 import torch
-from torch import Tensor
 
+from lorarun.batch import Batch, as_batch, supervised, targets
+from lorarun.documents import Document, Prepared, check_rows, documents_of, prepare, say
 from lorarun.kernels.cross_entropy import IGNORE
+from lorarun.rows import iter_rows, read_rows
 from lorarun.tokenizer import Tokenizer
 
-FORMS = (("messages",), ("prompt", "completion"), ("text",))
-ACCEPTED = "{'messages': [{'role', 'content'}, ...]}, {'prompt': text, 'completion': text} or {'text': text}"
-ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-SHOWN = 5  # row numbers, or errors, before "and N more"
+__all__ = [
+    "Batch",
+    "Batches",
+    "Document",
+    "Prepared",
+    "Streamed",
+    "as_batch",
+    "batches",
+    "iter_rows",
+    "prepare",
+    "read_rows",
+    "supervised",
+    "targets",
+]
 
-
-# --- batches as tensors ----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Batch:
-    """What a model learns from in one pass; all tensors are [batch, seq] int64.
-
-    ids: token ids. labels: the ids repeated where they are supervised, -100 elsewhere; not shifted. positions: index of
-    a token in its document, None for its index in the row. documents: number of the packed document, -1 for padding,
-    None for one document a row. adapters: [batch] int64, which adapter serves each row, None for the active one.
-    """
-
-    ids: Tensor
-    labels: Tensor
-    positions: Tensor | None = None
-    documents: Tensor | None = None
-    adapters: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        wrong = []
-        for name in ("ids", "labels", "positions", "documents"):
-            value = getattr(self, name)
-            if value is None and name in ("positions", "documents"):
-                continue
-            if not isinstance(value, Tensor):
-                wrong.append(f"{name} is a {type(value).__name__}")
-            elif value.dtype != torch.int64 or value.dim() != 2 or value.shape != getattr(self.ids, "shape", None):
-                wrong.append(f"{name} is {value.dtype} {list(value.shape)}")
-        if wrong:
-            raise ValueError(f"a batch needs int64 tensors of one shape [batch, seq], got: {'; '.join(wrong)}")
-
-
-def as_batch(batch: Batch | Mapping[str, Any]) -> Batch:
-    """``batch`` itself, or a mapping with its fields as a Batch; other keys are refused, for they would be ignored."""
-    if isinstance(batch, Batch):
-        return batch
-    if not isinstance(batch, Mapping):
-        raise ValueError(f"expected a Batch or a mapping with its fields, got a {type(batch).__name__}")
-    names = [entry.name for entry in fields(Batch)]
-    if not {"ids", "labels"} <= set(batch) <= set(names):
-        raise ValueError(f"a batch given as a mapping has ids, labels and maybe {names[2:]}, got {sorted(batch)}")
-    return Batch(**batch)
-
-
-def targets(batch: Batch | Mapping[str, Any]) -> Tensor:
-    """What each position has to predict: [batch, seq] int64, -100 where nothing.
-
-    The one place where labels are shifted: position t predicts label t + 1 if both lie in the same document. So the
-    last position and the first token of a document count for nothing, and neither does padding.
-    """
-    batch = as_batch(batch)
-    shifted = torch.full_like(batch.labels, IGNORE)
-    shifted[:, :-1] = batch.labels[:, 1:]
-    if batch.documents is not None:
-        here, following = batch.documents[:, :-1], batch.documents[:, 1:]
-        shifted[:, :-1].masked_fill_((here != following) | (following < 0), IGNORE)
-    return shifted
-
-
-def supervised(batch: Batch | Mapping[str, Any]) -> int:
-    """How many tokens ``batch`` supervises, counted after the shift."""
-    return int((targets(batch) != IGNORE).sum())
-
-
-# --- rows ------------------------------------------------------------------------------------------------------------
-
-
-def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file: a JSON object on every line, blank lines left out.
-
-    Raises ValueError with the number of a line that is not a JSON object.
-    """
-    rows: list[dict[str, Any]] = []
-    with Path(path).open("rb") as file:
-        for number, line in enumerate(file, 1):
-            text = ""
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                row = json.loads(text) if text.strip() else None
-            except (ValueError, RecursionError) as error:
-                array = "; this looks like one JSON array: write one object a line" if text.lstrip()[:1] == "[" else ""
-                raise ValueError(f"{path}, line {number} is not valid JSON: {error}{array}") from error
-            if text.strip() and not isinstance(row, dict):
-                raise ValueError(f"{path}, line {number} must be a JSON object, got a {type(row).__name__}")
-            if row is not None:
-                rows.append(row)
-    return rows
-
-
-class Document(NamedTuple):
-    """One tokenised row: ids and labels, [length] int64 each; labels are -100 where nothing is learned."""
-
-    ids: Tensor
-    labels: Tensor
-
-
-@dataclass
-class Prepared:
-    """What ``prepare`` made of the rows, and what it left out. Row numbers count from 1."""
-
-    max_tokens: int
-    documents: list[Document] = field(default_factory=list)
-    rows: int = 0
-    too_long: list[int] = field(default_factory=list)  # rows of more than max_tokens
-    nothing: list[int] = field(default_factory=list)  # rows in which no token is supervised
-    merged: list[int] = field(default_factory=list)  # rows with a token across the end of the prompt
-    unended: list[int] = field(default_factory=list)  # conversations whose last answer ends in no stop token
-
-    def left_out(self) -> str:
-        """One line saying which rows were left out and why, "" if none."""
-        reasons = [
-            (self.too_long, f"longer than {self.max_tokens} tokens"),
-            (self.nothing, "nothing to learn"),
-        ]
-        said = [f"{len(numbers)} {reason} ({_numbered(numbers)})" for numbers, reason in reasons if numbers]
-        count = len(self.too_long) + len(self.nothing)
-        return f"{count} of {self.rows} rows left out: {', '.join(said)}" if said else ""
-
-
-def _numbered(numbers: list[int]) -> str:
-    more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
-    return f"row{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:SHOWN]))}{more}"
-
-
-def _form(row: Any) -> tuple[str, ...]:
-    """Which of FORMS the row has; ValueError says what was got instead."""
-    if not isinstance(row, Mapping):
-        raise ValueError(f"got a {type(row).__name__}, a row is {ACCEPTED}")
-    found = [form for form in FORMS if all(row.get(key) is not None for key in form)]
-    if len(found) != 1:
-        keys = sorted(str(key) for key, value in row.items() if value is not None)
-        raise ValueError(f"got the keys {keys}, a row is {'only one of ' if found else ''}{ACCEPTED}")
-    for key in found[0] if found[0] != ("messages",) else ():
-        if not isinstance(row[key], str):
-            raise ValueError(f"{key!r} must be text, got a {type(row[key]).__name__}; a row is {ACCEPTED}")
-    return found[0]
-
-
-def _encode(row: Any, tokenizer: Tokenizer, fold_system: bool, prepared: Prepared) -> tuple[list[int], list[bool]]:
-    """The ids of a row, and which of them are learned."""
-    form = _form(row)
-    if form == ("messages",):
-        messages = row["messages"]
-        roles = [m.get("role") for m in messages if isinstance(m, Mapping)] if isinstance(messages, list) else []
-        if strange := [role for role in roles if isinstance(role, str) and role not in ROLES]:
-            raise ValueError(f"role {strange[0]!r} is unknown; known are {', '.join(ROLES)}")
-        try:
-            ids, learned = tokenizer.encode_chat(messages, tools=row.get("tools"), fold_system=fold_system)
-        except ValueError as error:
-            hint = (
-                "; fold_system=True (--fold-system) puts system texts into the next user turn"
-                if "system" in roles
-                else ""
-            )
-            raise ValueError(f"{error}{hint if tokenizer.template and not fold_system else ''}") from error
-        last = [i for i, kept in zip(ids, learned, strict=True) if kept][-1:]
-        if last and last[0] not in tokenizer.stop_ids:
-            prepared.unended.append(prepared.rows)
-        return ids, learned
-    if form == ("text",):
-        ids = tokenizer.encode(row["text"])
-        learned = [bool(row["text"])] * len(ids)
-    else:
-        prompt, text = row["prompt"], row["prompt"] + row["completion"]
-        ids, learned = tokenizer.encode_spans(text, [(len(prompt), len(text))])
-        if any(learned) and ids[: learned.index(True)] != tokenizer.encode(prompt):
-            prepared.merged.append(prepared.rows)
-    if tokenizer.eos_id is not None and ids[-1:] != [tokenizer.eos_id]:
-        ids, learned = [*ids, tokenizer.eos_id], [*learned, any(learned)]
-    return ids, learned
-
-
-def prepare(
-    rows: Iterable[Mapping[str, Any]] | Prepared,
-    tokenizer: Tokenizer | None,
-    max_tokens: int = 8192,
-    fold_system: bool = False,
-) -> Prepared:
-    """Every row as a document of at most ``max_tokens`` tokens, and an account of what was left out.
-
-    ``{"messages"}`` (and "tools") goes through the chat template, every assistant turn is learned, its end token too.
-    ``{"prompt", "completion"}`` are joined and encoded once; tokens that start in the completion, and the end token
-    put behind it, are learned. ``{"text"}``: all of it is learned, the end token too; a longer text is cut into
-    pieces, each of which begins with the last token of the one before, so that every token is predicted exactly once.
-    Longer conversations and prompts are left out. ``fold_system``: see ``Tokenizer.render``. An iterator is consumed
-    once.
-
-    Raises ValueError, naming rows, for rows of another form or refused by the template, and when nothing is left.
-    """
-    if isinstance(rows, Prepared):
-        return rows
-    if tokenizer is None:
-        raise ValueError("rows of text need a tokenizer, and this model came without tokenizer files")
-    if isinstance(rows, (str, bytes, Path)):
-        raise ValueError(f"rows must be an iterable of dicts, got {rows!r}; lorarun.data.read_rows reads a JSONL file")
-    if max_tokens < 2:
-        raise ValueError(f"max_tokens must be at least 2, for one token predicts the next, got {max_tokens}")
-    prepared = Prepared(max_tokens)
-    errors: list[str] = []
-    for row in rows:
-        prepared.rows += 1
-        try:
-            ids, learned = _encode(row, tokenizer, fold_system, prepared)
-        except ValueError as error:
-            errors.append(f"row {prepared.rows}: {error}")
-            if len(errors) == SHOWN:
-                break
-            continue
-        if not any(learned[1:]):
-            prepared.nothing.append(prepared.rows)
-        elif len(ids) > max_tokens and _form(row) != ("text",):
-            prepared.too_long.append(prepared.rows)
-        else:
-            whole = torch.tensor(ids)
-            labels = whole.masked_fill(~torch.tensor(learned), IGNORE)
-            for start in range(0, len(ids) - 1, max_tokens - 1):
-                piece = slice(start, start + max_tokens)
-                prepared.documents.append(Document(whole[piece], labels[piece]))
-    if errors:
-        raise ValueError("\n".join(errors))
-    _say(prepared)
-    return prepared
-
-
-def _say(prepared: Prepared) -> None:
-    """The account of ``prepare`` on stderr; ValueError when nothing is left to train on."""
-    left_out = prepared.left_out()
-    if not prepared.documents:
-        raise ValueError(f"there is nothing to learn: {left_out or 'there are no rows'}")
-    if left_out:
-        print(f"lorarun: {left_out}", file=sys.stderr)
-    if prepared.merged:
-        warnings.warn(
-            f"a token runs across the end of the prompt in {_numbered(prepared.merged)}: it is not learned, and "
-            "differs from what generation sees; let completions, not prompts, hold the white space between them",
-            UserWarning,
-            stacklevel=3,
-        )
-    if prepared.unended:
-        warnings.warn(
-            f"answers end in no stop token in {_numbered(prepared.unended)}: the model will not learn to stop",
-            UserWarning,
-            stacklevel=3,
-        )
-
-
-# --- batches ---------------------------------------------------------------------------------------------------------
+T = TypeVar("T")
 
 
 class Batches:
@@ -328,6 +82,51 @@ def _padded(chosen: list[Document], pad_id: int) -> Batch:
     return Batch(ids, labels, positions, documents)
 
 
+class Streamed:
+    """What ``batches`` returns with ``buffer``: iteration alone, each time through the rows anew.
+
+    prepared: the account of the rows of the latest pass; it holds no documents.
+    """
+
+    def __init__(self, passing: Callable[[Prepared], Iterator[Batch]], max_tokens: int) -> None:
+        self.passing = passing
+        self.prepared = Prepared(max_tokens)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.prepared = Prepared(self.prepared.max_tokens)
+        return self.passing(self.prepared)
+
+
+def _stirred(documents: Iterable[Document], buffer: int, draw: random.Random) -> Iterator[Document]:
+    """``documents`` in an order drawn by holding ``buffer`` of them and giving any of these."""
+    held: list[Document] = []
+    for document in documents:
+        held.append(document)
+        if len(held) == buffer:
+            chosen = draw.randrange(buffer)
+            held[chosen], held[-1] = held[-1], held[chosen]
+            yield held.pop()
+    draw.shuffle(held)
+    yield from held
+
+
+def _grouped(items: Iterable[T], length: Callable[[T], int], max_tokens: int, pack: bool) -> Iterator[list[T]]:
+    """``items`` in their order, as many together as a batch holds."""
+    group: list[T] = []
+    used = longest = 0  # of the group: tokens, and its longest document
+    for item in items:
+        longest = max(longest, length(item))
+        used = used + length(item) if pack else longest * (len(group) + 1)
+        if group and used > max_tokens:
+            yield group
+            group = []
+            used = longest = length(item)
+        group.append(item)
+    if group:
+        yield group
+
+
+@overload
 def batches(
     rows: Iterable[Mapping[str, Any]] | Prepared,
     tokenizer: Tokenizer | None,
@@ -336,14 +135,49 @@ def batches(
     shuffle: bool = False,
     seed: int = 0,
     fold_system: bool = False,
-) -> Batches:
+    buffer: None = None,
+) -> Batches: ...
+
+
+@overload
+def batches(
+    rows: Iterable[Mapping[str, Any]],
+    tokenizer: Tokenizer | None,
+    max_tokens: int = 8192,
+    pack: bool = True,
+    shuffle: bool = False,
+    seed: int = 0,
+    fold_system: bool = False,
+    *,
+    buffer: int,
+) -> Streamed: ...
+
+
+def batches(
+    rows: Iterable[Mapping[str, Any]] | Prepared,
+    tokenizer: Tokenizer | None,
+    max_tokens: int = 8192,
+    pack: bool = True,
+    shuffle: bool = False,
+    seed: int = 0,
+    fold_system: bool = False,
+    buffer: int | None = None,
+) -> Batches | Streamed:
     """The rows as batches of at most ``max_tokens`` tokens, in the order of the rows or shuffled by ``seed``.
 
     ``pack=True``: [1, seq], as many documents one behind the other as fit. ``pack=False``: [n, seq], a document a
     row, padded on the right, n · seq ≤ max_tokens. Give what ``prepare`` returned instead of rows to tokenise only
     once (for a new order each epoch, say). The global random state is neither read nor changed. Errors as in
     ``prepare``.
+
+    ``buffer``: rows are read and tokenised while iterating, for more rows than memory holds (a generator, a streamed
+    data set). At most ``buffer`` documents are held, and shuffled among themselves. The result has no length, a row
+    that cannot be used stops the iteration there, and what was left out is said at the end of each pass.
     """
+    if buffer is not None:
+        return _streamed(
+            rows, check_rows(rows, tokenizer, max_tokens), max_tokens, pack, shuffle, seed, fold_system, buffer
+        )
     prepared = prepare(rows, tokenizer, max_tokens, fold_system)
     lengths = [len(document.ids) for document in prepared.documents]
     if max(lengths) > max_tokens:
@@ -351,13 +185,29 @@ def batches(
     order = list(range(len(lengths)))
     if shuffle:
         random.Random(seed).shuffle(order)
-    plan: list[list[int]] = []
-    used = longest = 0  # of the last batch: tokens, and its longest document
-    for i in order:
-        longest = max(longest, lengths[i])
-        used = used + lengths[i] if pack else longest * (len(plan[-1]) + 1 if plan else 1)
-        if not plan or used > max_tokens:
-            plan.append([])
-            used = longest = lengths[i]
-        plan[-1].append(i)
+    plan = list(_grouped(order, lengths.__getitem__, max_tokens, pack))
     return Batches(prepared, plan, pack, 0 if tokenizer is None else tokenizer.pad_id)
+
+
+def _streamed(
+    rows: Any, tokenizer: Tokenizer, max_tokens: int, pack: bool, shuffle: bool, seed: int, fold: bool, buffer: int
+) -> Streamed:
+    if isinstance(rows, Prepared) or buffer < 1:
+        raise ValueError(f"buffer needs rows not yet prepared and at least 1, got a {type(rows).__name__} and {buffer}")
+    once = iter(rows) is rows
+    started = False
+
+    def passing(prepared: Prepared) -> Iterator[Batch]:
+        nonlocal started
+        if once and started:
+            raise ValueError("these rows can be read once only, being an iterator: give a list, or a streamed data set")
+        started = True
+        count = 0
+        documents = (document for row in rows for document in documents_of(row, tokenizer, fold, prepared))
+        drawn = _stirred(documents, buffer, random.Random(seed)) if shuffle else documents
+        for group in _grouped(drawn, lambda document: len(document.ids), max_tokens, pack):
+            count += len(group)
+            yield _packed(group) if pack else _padded(group, tokenizer.pad_id)
+        say(prepared, count)
+
+    return Streamed(passing, max_tokens)

@@ -240,6 +240,8 @@ def check_messages(messages: Any) -> list[Message]:
                 f"message {number} must have a text 'role' and a 'content' that is text or a list of parts, "
                 f"got { {key: type(value).__name__ for key, value in message.items()} }"
             )
+        if kept.get("weight", 1) not in (0, 1):
+            raise ValueError(f"message {number} must have weight 1 (learned) or 0 (not), got {kept['weight']!r:.60}")
         checked.append(kept)
     return checked
 
@@ -276,7 +278,8 @@ class Template:
         """The conversation as text, and the [start, end) character spans in it that the model has to learn.
 
         A span begins where the generation prompt ends and reaches through the end-of-turn token; white space behind
-        that is left out. Every message of the role "assistant" gives one, unless the template has generation tags.
+        that is left out. Every message of the role "assistant" gives one, unless the template has generation tags;
+        those with ``"weight": 0`` give none.
         """
         return _Conversation(self, check_messages(messages), tools, extra).answers()
 
@@ -286,6 +289,7 @@ class _Conversation:
 
     def __init__(self, template: Template, messages: list[Message], tools: Any, extra: dict[str, Any]) -> None:
         self.template = template
+        self.learned = [bool(message.pop("weight", 1)) for message in messages]  # no template is to write it
         self.messages = messages
         self.now = datetime.now()
         self.variables = {**template.tokens, "documents": None, "tools": plain(tools), **plain(extra)}
@@ -346,12 +350,12 @@ class _Conversation:
         if _GENERATION_TAG.search(self.template.text):
             if found is None:
                 raise ValueError("this chat template changes the text of its {% generation %} tags after writing it")
-            return text, [(start, end) for start, end in found[1] if start < end]
+            return text, [span for span in found[1] if span[0] < span[1] and not self.unwanted(span, found[0])]
         written = found[0] if found else {}
         known: dict[str, tuple[str, ...]] = {}
         spans: list[Span] = []
         for i, message in enumerate(self.messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or not self.learned[i]:
                 continue
             stretches = [(start, end) for start, end in written.get(i, []) if text[start:end].strip()]
             if not stretches and i in written and not message.get("content"):
@@ -361,6 +365,13 @@ class _Conversation:
             if start < end:
                 spans.append((start, end))
         return text, spans
+
+    def unwanted(self, span: Span, written: dict[int, list[Span]]) -> bool:
+        """Whether a generation tag's ``span`` lies in what a message of weight 0 wrote."""
+        zero = [i for i, learned in enumerate(self.learned) if not learned]
+        if any(i not in written for i in zero if self.messages[i]["role"] == "assistant"):
+            raise ValueError("this chat template does not tell which message wrote what, so weight 0 cannot be obeyed")
+        return any(low <= span[0] < high for i in zero for low, high in written.get(i, []))
 
     def trim(self, i: int, text: str, stretch: Span, known: dict[str, tuple[str, ...]]) -> Span:
         """What message i wrote, without what the generation prompt of the messages before it already contains.

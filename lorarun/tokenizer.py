@@ -13,12 +13,14 @@ it, made once so that training and generation cannot differ:
   characters (see ``template.py``), so a token that runs across the boundary is part of the prompt.
 
 Control tokens that a user types into a message are read as control tokens, as everywhere; they are not learned.
+``has_control_token`` finds them, and ``documents.py`` leaves such rows out.
 
 Given up: tokenizers without a ``tokenizer.json`` (bare SentencePiece files) are not read.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,8 @@ class Tokenizer:
     def __init__(self, folder: Path, core: tokenizers.Tokenizer, template: str | None = None) -> None:
         self.folder = folder
         self._core = core
+        self._control = [token.content for token in core.get_added_tokens_decoder().values() if token.special]
+        self._any_control = re.compile("|".join(map(re.escape, self._control)) or "(?!)")
         config = _read(folder / "tokenizer_config.json")
         sources = configs(folder)
         self._tokens = self._special_tokens(config, sources)
@@ -234,8 +238,7 @@ class Tokenizer:
         except ValueError:
             return []  # no template, or a peculiar one; whoever uses it gets the error
         last = [i for i, kept in zip(ids, learned, strict=True) if kept][-1:]
-        special = {i for i, token in self._core.get_added_tokens_decoder().items() if token.special}
-        return [i for i in last if i in special]
+        return [i for i in last if self._core.id_to_token(i) in self._control]
 
     # --- text ---
 
@@ -318,6 +321,12 @@ class Tokenizer:
         """The ids of a whole conversation, and for each whether it belongs to an answer (its end token included)."""
         template = self._chat()
         return self.encode_spans(*template.answers(_fold_system(messages) if fold_system else messages, tools, **extra))
+
+    def has_control_token(self, value: Any) -> bool:
+        """Whether a control token is spelled out in ``value``: a text, or lists and dicts of texts."""
+        if isinstance(value, (list, tuple, Mapping)):
+            return any(map(self.has_control_token, value.values() if isinstance(value, Mapping) else value))
+        return isinstance(value, str) and self._any_control.search(value) is not None
 
     # --- files ---
 

@@ -387,7 +387,7 @@ def check_ids(model: Model, *data: Prepared) -> None:
 
 def summary(prepared: Prepared) -> str:
     """How much there is to learn from, in words."""
-    used = prepared.rows - len(prepared.too_long) - len(prepared.nothing)
+    used = prepared.rows - len(prepared.too_long) - len(prepared.nothing) - len(prepared.control)
     total = sum(len(document.ids) for document in prepared.documents)
     learned = sum(int((document.labels[1:] != IGNORE).sum()) for document in prepared.documents)
     return f"{used:,} rows: {total:,} tokens, {learned:,} of them supervised"

@@ -4,7 +4,7 @@
     python scripts/finetune.py llama-3.2-1b-instruct --data rows.jsonl --eval held_out.jsonl --question "Who are you?"
 
 `lorarun.fit` has the same loop behind one call, and accumulation, pauses for evaluation and checks of the data besides.
-A row of data is {"messages": [...]}, {"prompt": ..., "completion": ...} or {"text": ...}. Ctrl-C stops and saves.
+Data are JSONL, JSON, CSV, Parquet, texts or folders; `lorarun.rows` lists the layouts. Ctrl-C stops and saves.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from lorarun.train import check_ids, evaluate, summary, tokens
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a local folder, a hub id (owner/name) or an alias such as llama-3.2-1b-instruct")
-    parser.add_argument("--data", required=True, action="append", help="JSONL file to learn from; may be repeated")
-    parser.add_argument("--eval", help="JSONL file of held-out rows, whose loss is measured before and after")
+    parser.add_argument("--data", required=True, action="append", help="file or folder to learn from; may be repeated")
+    parser.add_argument("--eval", help="file of held-out rows, whose loss is measured before and after")
     parser.add_argument("--question", help="ask this before and after")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for what is written (default: out)")
     parser.add_argument("--template", help="chat template for a model without one, such as chatml")
@@ -64,7 +64,7 @@ def main() -> None:
     model = lorarun.load(args.model, bits=args.bits, device=args.device, template=args.template)
     lorarun.add_lora(model, r=args.rank, alpha=args.alpha, seed=args.seed)
     how = {"max_tokens": args.max_tokens, "fold_system": args.fold_system}
-    data = prepare([row for path in args.data for row in read_rows(path)], model.tokenizer, **how)
+    data = prepare(read_rows(*args.data), model.tokenizer, **how)
     held = lorarun.batches(read_rows(args.eval), model.tokenizer, **how) if args.eval else None
     check_ids(model, data)
     count = len(lorarun.batches(data, model.tokenizer, args.max_tokens))

@@ -74,7 +74,7 @@ def test_an_end_token_already_there_is_not_doubled(tmp_path: Path, row: dict[str
 
 def test_an_end_token_shared_with_padding_is_learned(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, pad_token="</s>")
-    rows = [chat("what</s>", "fox"), chat("what", "the quick brown fox answers")]
+    rows = [{"prompt": "what</s> who</s>", "completion": " fox"}, chat("what", "the quick brown fox answers")]
     batch = batches(rows, tokenizer, pack=False)[0]
     assert tokenizer.pad_id == EOS and batch.documents is not None
     padding = batch.documents == -1
@@ -202,7 +202,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         batches([chat("what", "fox")], load(tmp_path, None))
     with pytest.raises(ValueError, match="max_tokens must be at least 2"):
         batches([{"text": "fox"}], load(tmp_path), max_tokens=1)
-    with pytest.raises(ValueError, match="read_rows reads a JSONL file"):
+    with pytest.raises(ValueError, match="read_rows reads files"):
         batches("rows.jsonl", load(tmp_path))  # type: ignore[arg-type]
 
 
@@ -234,7 +234,7 @@ def test_read_rows(tmp_path: Path) -> None:
     (b'{"text": "fox"', "line 3 is not valid JSON: "),
     (b'["fox"]', "line 3 must be a JSON object, got a list"),
     (b"null", "line 3 must be a JSON object, got a NoneType"),
-    (b'{"text": "\xff"}', "line 3 is not valid JSON: 'utf-8'"),
+    (b'{"text": "\xff"}', "line 3 is not UTF-8: .* save the file as UTF-8"),
 ])  # fmt: skip
 def test_a_broken_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
     path = tmp_path / "rows.jsonl"
@@ -297,6 +297,80 @@ def test_shuffling_goes_by_its_seed_alone(tmp_path: Path) -> None:
     assert random.getstate() == state
     with pytest.raises(ValueError, match="prepared for 8192 tokens, batches hold 10"):
         batches(prepared, tokenizer, 10)
+
+
+# --- batches of rows that are not held -------------------------------------------------------------------------------
+
+
+class Endless:
+    """Rows one after another, each time anew; ``drawn`` counts them."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.drawn = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for i in range(self.most):
+            self.drawn += 1
+            yield chat("what", "fox " * (i % 7 + 1))
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_streamed_batches_in_order_are_the_batches_that_are_held(tmp_path: Path, pack: bool) -> None:
+    tokenizer = load(tmp_path)
+    rows = [*Endless(60), {"text": "the quick fox " * 20}]
+    held = list(batches(rows, tokenizer, 64, pack))
+    streamed = batches(iter(rows), tokenizer, 64, pack, buffer=1)
+    for one, other in zip(streamed, held, strict=True):
+        for name in ("ids", "labels", "positions", "documents"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
+    assert streamed.prepared.rows == 61 and not streamed.prepared.documents and not hasattr(streamed, "__len__")
+    with pytest.raises(ValueError, match="these rows can be read once only, being an iterator"):
+        next(iter(streamed))
+
+
+def test_streamed_batches_hold_no_more_than_their_buffer(tmp_path: Path) -> None:
+    rows = Endless(10**9)
+    stream = iter(batches(rows, load(tmp_path), 64, shuffle=True, buffer=20))
+    given = 0
+    for _ in range(30):
+        batch = next(stream)
+        assert batch.documents is not None
+        given += int(batch.documents.max()) + 1
+        assert rows.drawn <= given + 20  # the buffer, one of which waits for the next batch
+
+
+def test_streamed_batches_are_shuffled_by_seed(tmp_path: Path, one_thread: None) -> None:
+    tokenizer = load(tmp_path)
+    rows = [{"text": f"{i} fox"} for i in range(40)]
+
+    def order(seed: int, buffer: int = 15) -> list[str]:
+        made = batches(rows, tokenizer, 40, shuffle=True, seed=seed, buffer=buffer)
+        first, again = ([b.ids[b.documents == n].tolist() for b in made for n in b.documents.unique()] for _ in "12")
+        assert first == again
+        return [tokenizer.decode(ids) for ids in first]
+
+    random.seed(1)
+    state = random.getstate()
+    one, same, other, straight = order(5), order(5), order(6), order(0, buffer=1)
+    assert one == same != other and random.getstate() == state
+    assert straight == [row["text"] for row in rows] != one and sorted(one) == sorted(straight)
+    assert all(one.index(text) >= i - 14 for i, text in enumerate(straight))  # none before it was drawn
+
+
+def test_streamed_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = load(tmp_path)
+    rows = [*[chat("what", "fox")] * 56, {"a": 1}]
+    with pytest.raises(ValueError, match=r"^row 57: got the keys \['a'\]"):
+        list(batches(rows, tokenizer, 64, buffer=8))
+    assert len(list(batches([chat("what"), chat("what", "fox")], tokenizer, buffer=8))) == 1
+    assert capsys.readouterr().err == "lorarun: 1 of 2 rows left out: 1 nothing to learn (row 1)\n"
+    with pytest.raises(ValueError, match="there is nothing to learn: 1 of 1 rows left out"):
+        list(batches([chat("what")], tokenizer, buffer=8))
+    with pytest.raises(ValueError, match="buffer needs rows not yet prepared and at least 1, got a list and 0"):
+        batches(rows, tokenizer, buffer=0)
+    with pytest.raises(ValueError, match=r"got a mapping: choose one of \['test', 'train'\]"):
+        batches({"train": rows, "test": rows}, tokenizer)  # type: ignore[arg-type]
 
 
 def test_targets_follow_the_definition() -> None:

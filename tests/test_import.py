@@ -14,7 +14,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # What lorarun uses only where it is needed, or (the last three) never.
-NOT_LOADED = ["triton", "bitsandbytes", "matplotlib", "gguf", "transformers", "peft", "accelerate"]
+NOT_LOADED = ["triton", "bitsandbytes", "matplotlib", "gguf", "pyarrow", "transformers", "peft", "accelerate"]
 
 
 def run(code: str, *arguments: str) -> Any:
