@@ -26,6 +26,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {  # and the fields that each needs
     "dynamic": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "factors": ("factors",),  # of GGUF files: what each frequency is divided by
 }
 C = TypeVar("C")
 
