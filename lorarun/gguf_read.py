@@ -217,8 +217,11 @@ def dequantized(path: Path, tensor: Tensor) -> torch.Tensor:
     return torch.from_numpy(np.require(array, np.float32, ["C", "W"]).reshape(tensor.shape))
 
 
-def open_gguf(path: str | Path) -> Gguf:
-    """Read and check everything but the tensors.  Raises ValueError for a file that is damaged or not served."""
+def open_gguf(path: str | Path, adapter: bool = False) -> Gguf:
+    """Read and check everything but the tensors, of a model's file or an adapter's.
+
+    Raises ValueError for a file that is damaged or not served.
+    """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path} is no file; expected a GGUF file.")
@@ -232,8 +235,8 @@ def open_gguf(path: str | Path) -> Gguf:
     arch = fields.get("general.architecture")
     if not isinstance(arch, str) or arch not in MODEL_TYPES:
         raise ValueError(f"{path} is of architecture {arch!r:.40}; served are {', '.join(MODEL_TYPES)}.")
-    if fields.get("general.type", "model") != "model":
-        raise ValueError(f"{path} holds a {fields['general.type']!r:.40}, not a whole model.")
+    if fields.get("general.type", "model") != ("adapter" if adapter else "model"):
+        raise ValueError(f"{path} holds a {fields['general.type']!r:.40}, not a whole model: give the base model's file.")
     if fields.get("split.count", 0) not in (0, 1):
         raise ValueError(f"{path} is one of several parts; join them with llama.cpp's llama-gguf-split --merge.")
     _check_kinds(path, tensors)

@@ -54,7 +54,7 @@ def write_files(file: Gguf, config: Mapping[str, Any], folder: Path, template: s
     template: for a model that carries none.  Nothing of a tokenizer is written where the file has none.
     """
     files: dict[str, Any] = {"config.json": dict(config)}
-    if "tokenizer.ggml.model" in file.fields:
+    if file.get("tokenizer.ggml.model", str, "none") != "none":
         vocabulary = Vocabulary(file, config["vocab_size"])
         core = vocabulary.build()
         core.save(str(folder / "tokenizer.json"))
