@@ -23,14 +23,16 @@ import shutil
 import sys
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lorarun.gguf_read import MODEL_TYPES, PATTERNS, ROPE_FREQS, implied_scale, library, names_of, open_gguf
+from lorarun.gguf_config import implied_scale
+from lorarun.gguf_read import MODEL_TYPES, PATTERNS, ROPE_FREQS, library, names_of, open_gguf
 from lorarun.gguf_vocab import vocabulary_fields
 from lorarun.headers import abbreviate
 from lorarun.lora import merged_weight
@@ -72,14 +74,14 @@ def save_gguf(model: Model, path: str | os.PathLike[str], dtype: str = "f16", ad
         fields |= {"general.file_type": int(gguf.LlamaFileType[kind])}
         if dtype.startswith("q"):
             fields["general.quantization_version"] = gguf.GGML_QUANT_VERSION
-    partial = path.with_name(f".{path.name}.partial")
+    unfinished = path.with_name(f".{path.name}.partial")
     _check_space(pieces, model, path)
     try:
-        sums = _write(partial, arch, fields, pieces)
-        _verify(partial, arch, fields, sums)
-        os.replace(partial, path)
+        sums = _write(unfinished, arch, fields, pieces)
+        _verify(unfinished, arch, fields, sums)
+        os.replace(unfinished, path)
     finally:
-        partial.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
     print(f"save_gguf: {path} is complete and verified; {len(pieces)} tensors.", file=sys.stderr)
 
 
@@ -189,7 +191,8 @@ def _rope(config: Any, arch: str) -> dict[str, Any]:
         fields["rope.freq_base_swa"] = float(local["rope_theta"])
     if kind in ("llama3", "factors") and arch == "llama" or kind == "default":
         return fields  # the factors are a tensor
-    if kind not in ("linear", "yarn") or rope.get("truncate") is False:
+    betas = rope.get("beta_fast") in (None, 32) and rope.get("beta_slow") in (None, 1)  # it has no others
+    if kind not in ("linear", "yarn") or rope.get("truncate") is False or not betas:
         raise ValueError(f"save_gguf: llama.cpp's {arch} has no rotary scaling {kind!r} as this model uses it.")
     scaling = {"type": kind, "factor": float(rope["factor"])}
     if kind == "yarn":
@@ -197,7 +200,6 @@ def _rope(config: Any, arch: str) -> dict[str, Any]:
         scaling["attn_factor"] = amplitude / (0.1 * math.log(rope["factor"]) + 1.0)
         original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         scaling["original_context_length"] = int(original)
-        scaling |= {f"yarn_{key}": float(rope[key]) for key in ("beta_fast", "beta_slow") if rope.get(key)}
     return fields | {f"rope.scaling.{key}": value for key, value in scaling.items()}
 
 
@@ -211,12 +213,12 @@ def _vocabulary(model: Model) -> dict[str, Any]:
 # --- tensors -------------------------------------------------------------------------------------------------------
 
 
-def _named(model: Model, arch: str) -> dict[str, nn.Module]:
+def _named(model: Model, arch: str) -> dict[str, Any]:
     """GGUF's name -> module, for every module that holds weights of the base."""
     stems = {hf: name for name, hf in names_of(arch).items() if name != "ffn_norm" or hf == names_of(arch)["ffn_norm"]}
     if arch not in PATTERNS:
         stems["post_attention_layernorm"] = "ffn_norm"
-    found = {}
+    found: dict[str, Any] = {}
     for path, module in model.named_modules():
         match = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)", path)
         stem = stems.get(match[2]) if match else None
@@ -241,13 +243,15 @@ def _stored(model: Model, arch: str, name: str, values: Tensor) -> Tensor:
     return values.contiguous()
 
 
-def _weight(model: Model, module: nn.Module) -> Tensor:
-    """A module's weight with the active adapter in it, in fp32 on the CPU."""
+def _values(model: Model, arch: str, name: str, module: Any) -> Tensor:
+    """A module's weight, with the active adapter in it, or its bias, as it is written."""
+    if name.endswith(".bias"):
+        return _stored(model, arch, name, module.bias.detach().float().cpu())
     merged = getattr(module, "merged", None)
     weight = dequantize(module.weight if merged is None else merged[1], torch.float32).detach().cpu()
     if isinstance(module, Linear) and model.active is not None and module.active == model.active:
         weight = merged_weight(weight, module, model.active)
-    return weight.float()
+    return _stored(model, arch, name, weight)
 
 
 def _pieces(model: Model, arch: str, dtype: str) -> dict[str, Piece]:
@@ -258,15 +262,14 @@ def _pieces(model: Model, arch: str, dtype: str) -> dict[str, Piece]:
         size, longest = model.config.head_dim, model.config.max_position_embeddings
         plain = frequencies(size, rope | {"rope_type": "default"}, longest)[0]
         factors = plain / frequencies(size, rope, longest)[0]
-        pieces[ROPE_FREQS] = Piece(tuple(factors.shape), "f32", lambda: factors)
+        pieces[ROPE_FREQS] = Piece(tuple(factors.shape), "f32", factors.contiguous)
     for stem, module in _named(model, arch).items():
         shape, name = tuple(module.weight.shape), f"{stem}.weight"
         kind = "f32" if len(shape) == 1 else dtype if shape[-1] % block == 0 else "f16"
-        pieces[name] = Piece(shape, kind, lambda name=name, m=module: _stored(model, arch, name, _weight(model, m)))
+        pieces[name] = Piece(shape, kind, partial(_values, model, arch, name, module))
         if (bias := getattr(module, "bias", None)) is not None:
             name = f"{stem}.bias"
-            values = lambda name=name, b=bias: _stored(model, arch, name, b.detach().float().cpu())  # noqa: E731
-            pieces[name] = Piece(tuple(bias.shape), "f32", values)
+            pieces[name] = Piece(tuple(bias.shape), "f32", partial(_values, model, arch, name, module))
     return pieces
 
 
@@ -283,7 +286,7 @@ def _adapter(model: Model, arch: str, dtype: str) -> tuple[dict[str, Any], dict[
         b = b * (module.adapters[model.active].scale * len(a) / lora.alpha)
         b = _stored(model, arch, f"{stem}.weight", b)
         for name, factor in (("lora_a", a), ("lora_b", b)):
-            pieces[f"{stem}.weight.{name}"] = Piece(tuple(factor.shape), dtype, lambda factor=factor: factor)
+            pieces[f"{stem}.weight.{name}"] = Piece(tuple(factor.shape), dtype, factor.contiguous)
     return fields, pieces
 
 
@@ -307,10 +310,10 @@ def _check_space(pieces: dict[str, Piece], model: Model, path: Path) -> None:
         )
 
 
-def _write(partial: Path, arch: str, fields: dict[str, Any], pieces: dict[str, Piece]) -> dict[str, int]:
+def _write(unfinished: Path, arch: str, fields: dict[str, Any], pieces: dict[str, Piece]) -> dict[str, int]:
     """Write everything; the check sum of each tensor's bytes."""
     gguf = library()
-    writer = gguf.GGUFWriter(partial, arch)
+    writer = gguf.GGUFWriter(unfinished, arch)
     adders = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string", list: "add_array"}
     for key, value in fields.items():
         getattr(writer, adders[type(value)])(key, value)
@@ -329,7 +332,7 @@ def _write(partial: Path, arch: str, fields: dict[str, Any], pieces: dict[str, P
                 infinite.append(name)
             with np.errstate(over="ignore", invalid="ignore"):
                 array = gguf.quantize(values.numpy(), gguf.GGMLQuantizationType[piece.dtype.upper()])
-            sums[name] = zlib.crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1))
+            sums[name] = zlib.crc32(array.tobytes())
             writer.write_tensor_data(array)
         for file in writer.fout:
             file.flush()
@@ -341,9 +344,9 @@ def _write(partial: Path, arch: str, fields: dict[str, Any], pieces: dict[str, P
     return sums
 
 
-def _verify(partial: Path, arch: str, fields: dict[str, Any], sums: dict[str, int]) -> None:
+def _verify(unfinished: Path, arch: str, fields: dict[str, Any], sums: dict[str, int]) -> None:
     """Read the file back, and compare the metadata and the bytes of every tensor."""
-    written = open_gguf(partial, adapter="adapter.type" in fields)
+    written = open_gguf(unfinished, adapter="adapter.type" in fields)
     wrong = sorted(sums.keys() ^ written.tensors.keys())
     for key, value in {**fields, "general.architecture": arch}.items():
         expected = np.float32(value).item() if isinstance(value, float) else value
@@ -351,7 +354,7 @@ def _verify(partial: Path, arch: str, fields: dict[str, Any], sums: dict[str, in
             wrong.append(key)
     for name in sums.keys() & written.tensors.keys():
         tensor = written.tensors[name]
-        if zlib.crc32(np.fromfile(partial, np.uint8, tensor.nbytes, offset=tensor.start)) != sums[name]:
+        if zlib.crc32(np.fromfile(unfinished, np.uint8, tensor.nbytes, offset=tensor.start).tobytes()) != sums[name]:
             wrong.append(name)
     if wrong:
         raise RuntimeError(

@@ -128,7 +128,7 @@ class Vocabulary:
         if name not in rules:
             raise ValueError(f"{self.file.folder} splits text by {pre!r:.40}; served are {', '.join(rules)}.")
         lines = self.file.get("tokenizer.ggml.merges", list)
-        merges = [tuple(line.split(" ", 1)) for line in lines if isinstance(line, str)]
+        merges: list[Any] = [tuple(line.split(" ", 1)) for line in lines if isinstance(line, str)]
         vocabulary = {token: i for i, token in enumerate(self.tokens)}
         if len(merges) != len(lines) or any(len(m) != 2 or not {*m, "".join(m)} <= vocabulary.keys() for m in merges):
             raise ValueError(f"{self.file.folder} has merges of what are no tokens: convert it afresh.")
@@ -191,18 +191,20 @@ def vocabulary_fields(tokenizer: own.Tokenizer, rows: int) -> dict[str, Any]:
     stored = json.loads(path.read_text(encoding="utf-8"))
     model, added = stored["model"], {token["id"]: token for token in stored.get("added_tokens") or []}
     if model.get("type", "BPE") != "BPE":
-        raise ValueError(f"save_gguf: {path} is a {model['type']} tokenizer; byte-level and SentencePiece BPE are served.")
+        raise ValueError(
+            f"save_gguf: {path} is a {model['type']} tokenizer; byte-level and SentencePiece BPE are served."
+        )
     merges = [m.split(" ", 1) if isinstance(m, str) else list(m) for m in model["merges"]]
+    if not merges:
+        raise ValueError(f"save_gguf: {path} has no merges, which GGUF cannot do without.")
     pieces = bool(model.get("byte_fallback"))
     by_id = {i: token for token, i in model["vocab"].items()} | {i: token["content"] for i, token in added.items()}
     if max(by_id) >= rows:
         raise ValueError(f"save_gguf: {path} has token {max(by_id)}, and the model {rows} embeddings.")
     tokens = [by_id.get(i, f"[PAD{i}]") for i in range(rows)]
     kinds = [_type(i, by_id.get(i), added.get(i), pieces) for i in range(rows)]
-    fields = {"tokenizer.ggml.model": "llama" if pieces else "gpt2", "tokenizer.ggml.token_type": kinds}
+    fields: dict[str, Any] = {"tokenizer.ggml.model": "llama" if pieces else "gpt2", "tokenizer.ggml.token_type": kinds}
     if pieces:
-        if model.get("unk_token") in model["vocab"]:
-            fields["tokenizer.ggml.unknown_token_id"] = model["vocab"][model["unk_token"]]
         ranks: dict[str, int] = {}
         for rank, merge in enumerate(merges):
             ranks.setdefault("".join(merge), rank)
@@ -213,6 +215,9 @@ def vocabulary_fields(tokenizer: own.Tokenizer, rows: int) -> dict[str, Any]:
     else:
         fields["tokenizer.ggml.pre"] = _split_name(path, stored["pre_tokenizer"])
         fields |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": [" ".join(merge) for merge in merges]}
+    ids = {token: i for i, token in by_id.items()}
+    if (unknown := ids.get(model.get("unk_token") or tokenizer._tokens.get("unk_token"))) is not None:
+        fields["tokenizer.ggml.unknown_token_id"] = unknown
     return fields | _roles(tokenizer, by_id)
 
 

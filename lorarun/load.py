@@ -21,7 +21,8 @@ import torch
 from lorarun import adapter as adapters
 from lorarun.checkpoint import Checkpoint, fill, open_checkpoint, read_config
 from lorarun.config import stored_dtype
-from lorarun.gguf_read import Gguf, gguf_config, open_gguf
+from lorarun.gguf_config import gguf_config
+from lorarun.gguf_read import Gguf, open_gguf
 from lorarun.gguf_vocab import write_files
 from lorarun.hub import resolve, resolve_adapter
 from lorarun.lora import find_targets, selects
@@ -83,8 +84,8 @@ def load(
     source = source._replace(folder=source.folder.absolute())  # the working folder may change before it is read again
     folder = None if adapter is None else resolve_adapter(adapter).folder
     if source.folder.is_file():
-        checkpoint: Checkpoint = open_gguf(source.folder)
-        raw = gguf_config(checkpoint)
+        checkpoint: Checkpoint = (file := open_gguf(source.folder))
+        raw = gguf_config(file)
     else:
         raw = read_config(source.folder)
         checkpoint = open_checkpoint(source.folder)

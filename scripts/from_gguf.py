@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from lorarun.gguf_read import gguf_config, open_gguf
+from lorarun.gguf_config import gguf_config
+from lorarun.gguf_read import open_gguf
 from lorarun.gguf_vocab import write_files
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "gemma3": "Gemma3ForCausalLM"}
