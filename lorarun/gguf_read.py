@@ -246,7 +246,7 @@ def open_gguf(path: str | Path, adapter: bool = False) -> Gguf:
     for name, (_, shape, start, nbytes) in tensors.items():
         if name != ROPE_FREQS:
             entries[hf_name(name, arch)] = Entry(path.name, torch.float32, shape, start, start + nbytes)
-    return Gguf(path, entries, fields, tensors)
+    return Gguf(folder=path, entries=entries, fields=fields, tensors=tensors)
 
 
 def _parse(data: np.ndarray) -> tuple[dict[str, Any], dict[str, Tensor]]:
