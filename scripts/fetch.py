@@ -258,7 +258,13 @@ def fetch_data(out: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     targets = (*MODELS, "tokenizers", "data")
-    parser.add_argument("targets", nargs="+", choices=(*targets, *(f"{name}-gguf" for name in MODELS), "all"), metavar="TARGET", help=", ".join(targets))
+    parser.add_argument(
+        "targets",
+        nargs="+",
+        choices=(*targets, *(f"{name}-gguf" for name in MODELS), "all"),
+        metavar="TARGET",
+        help=", ".join(targets),
+    )
     parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "models", help="default: %(default)s")
     args = parser.parse_args()
     try:

@@ -1,8 +1,9 @@
-"""GGUF files, in and out, against the gguf library, transformers' reader of GGUF and the folders they were made from."""
+"""GGUF files in and out, against the gguf library, transformers' reader of them, and folders of the same weights."""
 
 from __future__ import annotations
 
 import json
+import runpy
 import struct
 import time
 from collections.abc import Callable
@@ -41,7 +42,7 @@ IDS = torch.randint(3, 1000, (2, 40), generator=torch.Generator().manual_seed(0)
 
 
 def adapted(model: Model, **how: Any) -> Model:
-    lorarun.add_lora(model, r=4, alpha=6, **how)
+    lorarun.add_lora(model, r=4, alpha=6, seed=0, **how)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -120,11 +121,12 @@ def test_types_are_what_the_library_makes_of_the_weights(
 
 
 def test_narrow_rows_are_kept_in_f16(tiny: Callable[[str], Path], tmp_path: Path) -> None:
-    model = lorarun.load(tiny("llama-bias"))  # heads of 24: 96 numbers a row of o_proj, and 64 or 160 elsewhere
-    model.model.layers[0].self_attn.o_proj.weight.data = torch.ones(64, 96)
+    model = lorarun.load(tiny("llama-bias"))
+    model.model.layers[0].self_attn.o_proj.weight.data = torch.ones(64, 90)  # a block has 32 numbers
     lorarun.save_gguf(model, tmp_path / "model.gguf", dtype="q8_0")
     kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
-    assert kinds["blk.0.attn_output.weight"] == "Q8_0" and kinds["blk.0.attn_norm.weight"] == "F32"
+    names = ("blk.0.attn_output.weight", "blk.1.attn_output.weight", "blk.0.attn_norm.weight")
+    assert [kinds[name] for name in names] == ["F16", "Q8_0", "F32"]
 
 
 def test_rows_of_q_and_k_and_norms(tiny: Callable[[str], Path], tmp_path: Path) -> None:
@@ -138,7 +140,9 @@ def test_rows_of_q_and_k_and_norms(tiny: Callable[[str], Path], tmp_path: Path) 
             for leaf in ("weight", "bias") if name != "gemma" else ("weight",):
                 before = getattr(getattr(layer.self_attn, ours), leaf).numpy()
                 size = len(before) // heads
-                order = [h * size + half * size // 2 + i for h in range(heads) for i in range(size // 2) for half in (0, 1)]
+                order = [
+                    h * size + half * size // 2 + i for h in range(heads) for i in range(size // 2) for half in (0, 1)
+                ]
                 expected = before[order] if name == "llama-bias" else before
                 assert np.array_equal(stored[f"blk.1.{theirs}.{leaf}"], expected), (name, ours, leaf)
         offset = 1 if name == "gemma" else 0
@@ -187,6 +191,21 @@ def test_adapter_of_a_gguf_base_finds_it_again(tiny: Callable[[str], Path], tmp_
         lorarun.save_merged(model, tmp_path / "merged")
     with pytest.raises(ValueError, match="what this model was loaded from"):
         lorarun.save_gguf(model, tmp_path / "base.gguf")
+
+
+def test_script_writes_what_its_name_says(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lorarun.save_adapter(adapted(lorarun.load(tiny("qwen2"))), tmp_path / "adapter")
+    script = str(Path(__file__).parent.parent / "scripts" / "export.py")
+    arguments = [script, str(tmp_path / "adapter"), str(tmp_path / "out.gguf")]
+    for more, kind in (([], "model"), (["--dtype", "bf16", "--adapter-only"], "adapter")):
+        monkeypatch.setattr("sys.argv", arguments + more)
+        runpy.run_path(script, run_name="__main__")
+        assert fields(tmp_path / "out.gguf")["general.type"] == kind
+    monkeypatch.setattr("sys.argv", [*arguments, "--dtype", "bfloat16"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(script, run_name="__main__")
 
 
 def test_failure_leaves_the_old_file(
@@ -351,6 +370,11 @@ def with_number(data: bytes, key: str, value: int, form: str = "I") -> bytes:
     return data[:at] + struct.pack("<" + form, value) + data[at + struct.calcsize(form) :]
 
 
+def with_type(data: bytes, key: str, kind: int) -> bytes:
+    at = data.index(key.encode()) + len(key)
+    return data[:at] + struct.pack("<I", kind) + data[at + 4 :]
+
+
 def with_tensor(data: bytes, name: str, offset: int, value: int, form: str) -> bytes:
     """The entry of a tensor with one number changed, `offset` bytes behind its name: 0 dimensions, 4 and 12 the shape,
     20 type, 24 place."""
@@ -374,16 +398,29 @@ BAD: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "2^60 fields": (lambda d: d[:16] + struct.pack("<Q", 2**60) + d[24:], "too short for the metadata"),
     "2^60 tensors": (lambda d: d[:8] + struct.pack("<Q", 2**60) + d[16:], "too short for the tensors' table"),
     "key of 2^62": (lambda d: d[:24] + struct.pack("<Q", 2**62) + d[32:], "ends inside field 0"),
-    "key not UTF-8": (lambda d: renamed(d, "general.name", "general.n~me").replace(b"n~me", b"n\xffme"), "not UTF-8"),
-    "key twice": (lambda d: renamed(d, "llama.vocab_size", "llama.vocab_sizE").replace(b"vocab_sizE", b"block_coun"), ""),
-    "value of no type": (lambda d: with_number(d, "llama.block_count", 99)[:0] + bad_type(d), "value of type 77"),
+    "key not UTF-8": (lambda d: d.replace(b"general.name", b"general.\xff\xff\xff\xff", 1), "not UTF-8"),
+    "key twice": (
+        lambda d: renamed(d, "ggml.bos_token_id", "ggml.eos_token_id"),
+        "has 'tokenizer.ggml.eos_token_id' twice",
+    ),
+    "value of no type": (lambda d: with_type(d, "llama.block_count", 77), "a value of type 77"),
     "architecture": (lambda d: renamed(d, "\5\0\0\0\0\0\0\0llama", "\5\0\0\0\0\0\0\0bloom"), "architecture 'bloom'"),
     "no architecture": (lambda d: renamed(d, "general.architecture", "general.brchitecture"), "architecture None"),
-    "no head count": (lambda d: renamed(d, "llama.attention.head_count", "llama.attention.head_kount"), "lacks llama.a"),
+    "no head count": (
+        lambda d: renamed(d, "llama.attention.head_count", "llama.attention.head_kount"),
+        "lacks llama.a",
+    ),
     "no context": (lambda d: renamed(d, "llama.context_length", "llama.kontext_length"), "lacks llama.context_length"),
-    "no tokens": (lambda d: renamed(d, "tokenizer.ggml.tokens", "tokenizer.ggml.tokenz"), "lacks tokenizer.ggml.tokens"),
+    "no tokens": (
+        lambda d: renamed(d, "tokenizer.ggml.tokens", "tokenizer.ggml.tokenz"),
+        "lacks tokenizer.ggml.tokens",
+    ),
     "no pre": (lambda d: renamed(d, "tokenizer.ggml.pre", "tokenizer.ggml.prf"), "lacks tokenizer.ggml.pre"),
     "other pre": (lambda d: renamed(d, "gpt-2", "gpt-9"), "splits text by 'gpt-9'"),
+    "list of lists": (lambda d: with_number(with_type(d, "llama.block_count", 9), "llama.block_count", 9), "of type 9"),
+    "fraction of layers": (lambda d: with_type(d, "llama.block_count", 6), "must be of type int"),
+    "eps": (lambda d: with_number(d, "llama.attention.layer_norm_rms_epsilon", 0), "rms_norm_eps is 0.0"),
+    "eps NaN": (lambda d: with_number(d, "layer_norm_rms_epsilon", 0x7FC00000), "rms_norm_eps is nan"),
     "2^31 blocks": (lambda d: with_number(d, "llama.block_count", 2**31 - 1), "tensors of 4 blocks"),
     "no heads": (lambda d: with_number(d, "llama.attention.head_count", 0), "0 heads"),
     "heads of 2^31": (lambda d: with_number(d, "llama.attention.key_length", 2**31), "heads of 2147483648"),
@@ -401,11 +438,6 @@ BAD: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "unknown tensor": (lambda d: renamed(d, "blk.1.ffn_up.weight", "blk.1.ffn_uq.weight"), "unexpected: blk.1.ffn_uq"),
     "no embedding": (lambda d: renamed(d, TABLE, "token_embx.weight"), "lacks token_embd.weight"),
 }
-
-
-def bad_type(data: bytes) -> bytes:
-    at = data.index(b"llama.block_count") + len("llama.block_count")
-    return data[:at] + struct.pack("<I", 77) + data[at + 4 :]
 
 
 @pytest.mark.parametrize("case", BAD)
