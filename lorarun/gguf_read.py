@@ -158,14 +158,12 @@ class Gguf(Checkpoint):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype to compute in where the user does not say: that of most weights, bfloat16 for quantised ones."""
+        """The dtype to compute in where the user does not say: fp32 where most weights have it, else bfloat16 (that is
+        what f16 files were mostly converted from, and not every model bears float16)."""
         sizes: dict[int, int] = {}
         for tensor in self.tensors.values():
             sizes[tensor.kind] = sizes.get(tensor.kind, 0) + math.prod(tensor.shape)
-        most = max(sizes, key=lambda kind: sizes[kind])
-        return {0: torch.float32, 1: torch.bfloat16 if "gemma" in self.arch else torch.float16}.get(
-            most, torch.bfloat16
-        )
+        return torch.bfloat16 if max(sizes, key=lambda kind: sizes[kind]) else torch.float32
 
     def get(self, key: str, kind: type, default: Any = ...) -> Any:
         """The value of a key (``ARCH.`` stands for the architecture's name), of a type; an error without default."""

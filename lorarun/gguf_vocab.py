@@ -106,8 +106,9 @@ class Vocabulary:
             core.post_processor = processors.TemplateProcessing(
                 single=f"{text} $A", pair=f"{text} $A {text}:1 $B:1", special_tokens=[(text, bos)]
             )
-        added = [(t, kind) for t, kind in zip(self.tokens, self.kinds, strict=True) if kind in (CONTROL, USER_DEFINED)]
-        special = {token for token, kind in added if kind == CONTROL}
+        kinds = (CONTROL, USER_DEFINED, UNKNOWN)
+        added = [(token, kind) for token, kind in zip(self.tokens, self.kinds, strict=True) if kind in kinds]
+        special = {token for token, kind in added if kind != USER_DEFINED}
         if self.file.arch.startswith("gemma"):  # the converter calls 6,242 <unusedN> control tokens; the model does not
             special = {self.tokens[i] for i in self.roles.values()}
             special |= {f"<{edge}_of_{what}>" for edge in ("start", "end") for what in ("turn", "image")}

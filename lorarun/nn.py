@@ -281,6 +281,8 @@ def frequencies(
     if kind == "linear":
         return inv_freq / rope["factor"], 1.0
     if kind == "factors":
+        if len(rope["factors"]) != len(inv_freq):
+            raise ValueError(f"config.json: {len(rope['factors'])} rotary factors, expected {len(inv_freq)}.")
         return inv_freq / torch.tensor(rope["factors"], dtype=torch.float32, device="cpu"), 1.0
     if kind == "llama3":
         return _llama3(inv_freq, rope), 1.0

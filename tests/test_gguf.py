@@ -235,6 +235,32 @@ def shutil_usage(free: int) -> Any:
     return gguf_out.shutil._ntuple_diskusage(1, 1, free)
 
 
+@pytest.mark.parametrize(("dtype", "expected"), [("f32", "float32"), ("f16", "bfloat16"), ("q8_0", "bfloat16")])
+def test_dtype_where_nobody_says(tiny: Callable[[str], Path], tmp_path: Path, dtype: str, expected: str) -> None:
+    lorarun.save_gguf(lorarun.load(tiny("qwen2")), tmp_path / "model.gguf", dtype=dtype)
+    assert open_gguf(tmp_path / "model.gguf").dtype == getattr(torch, expected)
+
+
+@pytest.mark.parametrize("factors", [[1.0] * 7, [1.0] * 7 + [0.0], [1.0] * 7 + [float("nan")]])
+def test_rotary_factors_are_checked(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factors: list[float]
+) -> None:
+    model, pieces = lorarun.load(tiny("llama3")), gguf_out._pieces
+
+    def changed(*args: Any) -> dict[str, gguf_out.Piece]:
+        wrong = torch.tensor(factors).nan_to_num(nan=3.0)
+        return {**pieces(*args), "rope_freqs.weight": gguf_out.Piece((len(factors),), "f32", wrong.contiguous)}
+
+    monkeypatch.setattr(gguf_out, "_pieces", changed)
+    lorarun.save_gguf(model, tmp_path / "model.gguf")
+    if factors[-1] != factors[-1]:  # NaN is refused on the way out, so it is put in by hand
+        data, nan = (tmp_path / "model.gguf").read_bytes(), struct.pack("<f", float("nan"))
+        start = open_gguf(tmp_path / "model.gguf").tensors["rope_freqs.weight"].start
+        (tmp_path / "model.gguf").write_bytes(data[: start + 28] + nan + data[start + 32 :])
+    with pytest.raises(ValueError, match="rotary factors, expected 8|factors is .*, expected a list of positive"):
+        lorarun.load(tmp_path / "model.gguf")
+
+
 # --- tokenizers ----------------------------------------------------------------------------------------------------
 
 TEXTS = ("Hello  world 12345!\n\n don't  tést 日本語 🎉\t x", "<|im_end|>a<end_of_turn>" + " " * 40 + "\r\n", "\x00 é")
