@@ -20,6 +20,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 import lorarun
 from lorarun import gguf as gguf_out
+from lorarun.gguf_config import implied_scale
 from lorarun.gguf_read import Gguf, open_gguf
 from lorarun.gguf_vocab import Vocabulary, vocabulary_fields
 from lorarun.nn import Model
@@ -486,3 +487,10 @@ def test_cut_anywhere(good: bytes, tmp_path: Path) -> None:
         path.write_bytes(good[:end])
         with pytest.raises(ValueError, match="cannot be read as GGUF"):
             open_gguf(path)
+
+
+def test_the_largest_gemmas_scale_their_queries_by_the_width() -> None:
+    """As their published configurations have it in query_pre_attn_scalar; the file does not say."""
+    assert implied_scale("gemma2", layers=46, hidden=4608, heads=32, head_dim=128) == 144
+    assert implied_scale("gemma3", layers=62, hidden=5376, heads=32, head_dim=128) == 168
+    assert implied_scale("gemma2", layers=42, hidden=3584, heads=16, head_dim=256) == 256
