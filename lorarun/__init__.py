@@ -11,6 +11,7 @@ from lorarun.adapter import save_adapter
 from lorarun.data import Batch, batches, supervised
 from lorarun.export import save_merged
 from lorarun.generate import generate
+from lorarun.gguf import save_gguf
 from lorarun.load import load, load_adapter
 from lorarun.lora import adapters_disabled, add_lora, lora_parameters, merge, unmerge, use_adapter
 from lorarun.memory import plan
@@ -37,6 +38,7 @@ __all__ = [
     "preview",
     "report",
     "save_adapter",
+    "save_gguf",
     "save_merged",
     "supervised",
     "unmerge",

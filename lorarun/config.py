@@ -26,6 +26,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {  # and the fields that each needs
     "dynamic": ("factor",),
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "factors": ("factors",),  # of GGUF files: what each frequency is divided by
 }
 C = TypeVar("C")
 
@@ -119,6 +120,7 @@ ROPE_FIELDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("rope_theta factor low_freq_factor high_freq_factor", _positive, "a positive number"),
     ("original_max_position_embeddings", _whole, "from 1 up"),
     ("beta_fast beta_slow mscale mscale_all_dim attention_factor", _positive, "a positive number"),
+    ("factors", lambda value: isinstance(value, list) and all(map(_positive, value)), "a list of positive numbers"),
     ("full_attention sliding_attention", _is(dict), "an object"),
 )
 

@@ -159,6 +159,8 @@ def _check_arguments(model: Model, base: str, dtype: torch.dtype | None, bits: i
         wrong.append(f"no adapter is active; the model has {', '.join(model.adapters) or 'none'}")
     if model.source is None:
         wrong.append("this model was not loaded from a checkpoint")
+    elif model.source.folder.suffix == ".gguf":
+        wrong.append("this model was loaded from a GGUF file, which save_gguf writes again")
     if wrong:
         raise ValueError(f"save_merged: {'; '.join(wrong)}.")
 

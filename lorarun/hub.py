@@ -105,10 +105,13 @@ def _resolve(
         repo = _repo(text)
         folder = _fetch(repo, revision, adapter, check)
         return Source(text, folder, repo, folder.name)
-    if not path.is_dir():
+    if not path.is_dir() and (adapter or path.suffix != ".gguf"):
         raise ValueError(f"{text} is a file; give the folder that holds it.")
     if revision is not None:
-        raise ValueError(f"{text} is a local folder, so revision={revision!r} has no meaning; leave it out.")
+        kind = "folder" if path.is_dir() else "file"
+        raise ValueError(f"{text} is a local {kind}, so revision={revision!r} has no meaning; leave it out.")
+    if not path.is_dir():
+        return Source(text, path, None, None)
     wanted = ["adapter_config.json"] if adapter else ["config.json", "adapter_config.json"]
     if not any((path / file).exists() for file in wanted):
         if adapter and (path / "config.json").exists():

@@ -8,15 +8,22 @@ uninitialised weights.
 from __future__ import annotations
 
 import math
+import shutil
 import sys
+import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lorarun import adapter as adapters
 from lorarun.checkpoint import Checkpoint, fill, open_checkpoint, read_config, stored_names
 from lorarun.config import stored_dtype
+from lorarun.gguf_config import gguf_config
+from lorarun.gguf_read import Gguf, open_gguf
+from lorarun.gguf_vocab import write_files
 from lorarun.headers import abbreviate
 from lorarun.hub import resolve, resolve_adapter
 from lorarun.lora import find_targets, selects
@@ -42,7 +49,7 @@ def load(
 ) -> Model:
     """Load a model, frozen and in eval mode, with its tokenizer as ``model.tokenizer``.
 
-    name: a local folder, a hub id (``owner/name``) or an alias (``llama-3.1-8b-instruct``; see
+    name: a local folder, a GGUF file, a hub id (``owner/name``) or an alias (``llama-3.1-8b-instruct``; see
         ``lorarun.hub.ALIASES``).  It may also hold an adapter: then its base is loaded and the adapter put on it.
     bits: how the projections of the blocks are kept: None, as stored; 16, dense; 8, FP8 with a scale a row; 4, NF4 with
         double quantisation.  Each is quantised as it arrives; embedding, head and norms stay dense.  A checkpoint that
@@ -80,8 +87,12 @@ def load(
             raise type(error)(f"{error} ({where}; another base: load(BASE, adapter={str(adapter)!r})") from error
     source = source._replace(folder=source.folder.absolute())  # the working folder may change before it is read again
     folder = None if adapter is None else resolve_adapter(adapter).folder
-    raw = read_config(source.folder)
-    checkpoint = open_checkpoint(source.folder)
+    if source.folder.is_file():
+        checkpoint: Checkpoint = (file := open_gguf(source.folder))
+        raw = gguf_config(file)
+    else:
+        raw = read_config(source.folder)
+        checkpoint = open_checkpoint(source.folder)
     place = default_device() if device is None else _device(device)
     if dtype is None:
         dtype = torch.float32 if place.type == "cpu" else stored_dtype(raw) or checkpoint.dtype
@@ -100,8 +111,24 @@ def load(
     if folder is not None:
         adapters.load_adapter(model, folder)
         template = adapters.template_of(folder) if template is None else template
-    model.tokenizer = Tokenizer.load(source.folder, template=template)
+    if isinstance(checkpoint, Gguf):
+        model.tokenizer = _unpacked_tokenizer(checkpoint, raw, template)
+    else:
+        model.tokenizer = Tokenizer.load(source.folder, template=template)
     return model.eval()
+
+
+def _unpacked_tokenizer(file: Gguf, raw: Mapping[str, Any], template: str | None) -> Tokenizer | None:
+    """The tokenizer of a GGUF file, in a folder of its own that goes when it does."""
+    folder = tempfile.mkdtemp(prefix="lorarun-gguf-")
+    try:
+        write_files(file, raw, Path(folder))
+        tokenizer = Tokenizer.load(folder, template=template)
+    except BaseException:
+        shutil.rmtree(folder)
+        raise
+    weakref.finalize(tokenizer or file, shutil.rmtree, folder, True)
+    return tokenizer
 
 
 def load_adapter(

@@ -56,7 +56,7 @@ def frequencies(
 
     default: theta^(−2i/d).  linear: positions divided by ``factor``.  dynamic: a larger theta once ``length`` passes
     max_positions ("NTK-aware" scaling).  llama3: wavelengths beyond the original context divided by ``factor``, a
-    blend between. yarn: arXiv:2309.00071, sections 3.2 to 3.4.
+    blend between. yarn: arXiv:2309.00071, sections 3.2 to 3.4. factors: what each frequency is divided by.
     """
     kind, theta = rope["rope_type"], rope["rope_theta"]
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
@@ -66,6 +66,10 @@ def frequencies(
     inv_freq = 1.0 / theta**exponent
     if kind == "linear":
         return inv_freq / rope["factor"], 1.0
+    if kind == "factors":
+        if len(rope["factors"]) != len(inv_freq):
+            raise ValueError(f"config.json: {len(rope['factors'])} rotary factors, expected {len(inv_freq)}.")
+        return inv_freq / torch.tensor(rope["factors"], dtype=torch.float32, device="cpu"), 1.0
     if kind == "llama3":
         return _llama3(inv_freq, rope), 1.0
     if kind == "yarn":

