@@ -36,8 +36,9 @@ from lorarun.gguf_read import MODEL_TYPES, PATTERNS, ROPE_FREQS, library, names_
 from lorarun.gguf_vocab import vocabulary_fields
 from lorarun.headers import abbreviate
 from lorarun.lora import merged_weight
-from lorarun.nn import Linear, Model, frequencies
+from lorarun.nn import Linear, Model
 from lorarun.quant.store import dequantize
+from lorarun.rotary import frequencies
 
 DTYPES = ("f16", "bf16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 ARCHS = {kind: arch for arch, kind in MODEL_TYPES.items()} | {"mistral": "llama"}

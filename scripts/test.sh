@@ -16,7 +16,7 @@ check ruff format --check
 check mypy
 check lint-imports --no-logo --no-cache
 if [ $# = 0 ]; then # the tests would fetch these too, but without a word
-    check python scripts/fetch.py smollm2-135m gemma3-270m
+    check python scripts/fetch.py smollm2-135m gemma3-270m smollm2-135m-gguf gemma3-270m-gguf
     # On a machine without a GPU the kernels run under Triton's interpreter, in a run of their own.
     TRITON_INTERPRET=1 check python -m pytest tests/kernels tests/test_recompute.py
 fi
