@@ -14,6 +14,7 @@ from lorarun.generate import generate
 from lorarun.load import load, load_adapter
 from lorarun.lora import adapters_disabled, add_lora, lora_parameters, merge, unmerge, use_adapter
 from lorarun.memory import plan
+from lorarun.publish import push_to_hub
 from lorarun.report import report
 from lorarun.train import evaluate, fit, loss
 
@@ -33,6 +34,7 @@ __all__ = [
     "loss",
     "merge",
     "plan",
+    "push_to_hub",
     "report",
     "save_adapter",
     "save_merged",
