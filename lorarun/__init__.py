@@ -16,6 +16,7 @@ from lorarun.load import load, load_adapter
 from lorarun.lora import adapters_disabled, add_lora, lora_parameters, merge, unmerge, use_adapter
 from lorarun.memory import plan
 from lorarun.preview import preview
+from lorarun.publish import push_to_hub
 from lorarun.report import report
 from lorarun.train import evaluate, fit, loss
 
@@ -36,6 +37,7 @@ __all__ = [
     "merge",
     "plan",
     "preview",
+    "push_to_hub",
     "report",
     "save_adapter",
     "save_gguf",

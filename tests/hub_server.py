@@ -2,13 +2,16 @@
 
 Tests of fetching need a hub that is gated, private, renamed, slow to finish or down on request, and must not need the
 network. Patching huggingface_hub's functions would test our idea of them; this answers the requests that they really
-send, so the client's own cache, redirects, retries and error classes take part. What it gives up: uploads, datasets,
-spaces, xet storage.
+send, so the client's own cache, redirects, retries and error classes take part. What it gives up: datasets,
+spaces, xet and LFS storage.
 
     GET  /api/models/OWNER/NAME[/revision/REV]        commit and list of files
     GET  /api/models/OWNER/NAME/tree/REV              the same with sizes and hashes
     HEAD, GET  /OWNER/NAME/resolve/REV/PATH           small files as they are, safetensors by a redirect to
     HEAD, GET  /cdn/SHA256                            the bytes, with ranges
+    POST /api/repos/create                            a new repo, private or not
+    POST /api/models/OWNER/NAME/preupload/REV         every file goes into the commit itself
+    POST /api/models/OWNER/NAME/commit/REV            lines of JSON: header, file, deletedFile
 
 Errors carry X-Error-Code (RepoNotFound, RevisionNotFound, EntryNotFound, GatedRepo) and X-Error-Message as the hub's
 do. Source: the client's own code and https://huggingface.co/docs/hub/api.
@@ -16,6 +19,7 @@ do. Source: the client's own code and https://huggingface.co/docs/hub/api.
 
 from __future__ import annotations
 
+import base64
 import errno
 import hashlib
 import json
@@ -44,9 +48,9 @@ class Repo:
 
 
 class Refusal(Exception):
-    def __init__(self, status: int, code: str, message: str) -> None:
+    def __init__(self, status: int, code: str, message: str, **more: str) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status, self.code, self.more = status, code, more
 
 
 class HubServer:
@@ -147,6 +151,36 @@ class HubServer:
             raise Refusal(404, "EntryNotFound", "Entry not found")
         return commit, repo.commits[commit][path]
 
+    # --- what is uploaded, by the token holder only ---
+
+    def post(self, path: str, body: bytes, authorised: bool) -> dict[str, Any]:
+        if path == "/api/validate-yaml":
+            return {"errors": [], "warnings": []}
+        if not authorised:
+            raise Refusal(401, "", "Invalid username or password.")
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+            if name in self.repos:
+                raise Refusal(409, "", "You already created this model repo", url=f"{self.url}/{name}")
+            self.add(name, {}, private=asked.get("visibility") == "private")
+            return {"url": f"{self.url}/{name}"}
+        match = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(preupload|commit)/([^/]+)", path)
+        if match is None:
+            raise Refusal(404, "", f"this server does not know {path}")
+        repo = self.repo(match[1], authorised)
+        if match[2] == "preupload":
+            wanted = json.loads(body)["files"]
+            return {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in wanted]}
+        files = dict(repo.commits[self.commit(repo, match[3])])
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file":
+                files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            elif line["key"] == "deletedFile":
+                del files[line["value"]["path"]]
+        commit = self.add(match[1], files, match[3])
+        return {"commitUrl": f"{self.url}/{match[1]}/commit/{commit}", "commitOid": commit}
+
 
 def git_hash(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
@@ -171,15 +205,22 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                     raise Refusal(503, "", "The hub is down")
                 self.route(path)
             except Refusal as error:
-                body = json.dumps({"error": str(error)}).encode()
+                body = json.dumps({"error": str(error), **error.more}).encode()
                 headers = {"X-Error-Message": str(error), "Content-Type": "application/json"}
                 self.reply(error.status, body, headers | ({"X-Error-Code": error.code} if error.code else {}))
 
+        def do_POST(self) -> None:
+            self.do_GET()
+
         def route(self, path: str) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             header = self.headers.get("Authorization")
             authorised = header == f"Bearer {hub.token}"
             if header and not authorised:
                 raise Refusal(401, "", "Invalid credentials in Authorization header")
+            if self.command == "POST":
+                self.json(hub.post(path, body, authorised))
+                return
             if match := re.fullmatch(r"/cdn/([0-9a-f]{64})", path):
                 self.data(hub.blobs[match[1]], {"ETag": f'"{match[1]}"'}, match[1] in hub.cut)
                 hub.cut.discard(match[1] if self.command == "GET" else "")
