@@ -35,11 +35,12 @@ def push_to_hub(
     """Upload to the repository ``repo`` ("owner/name"), made if it is not there; returns the commit's address.
 
     what: a model, whose active adapter is uploaded, or a folder that ``save_adapter`` or ``save_merged`` wrote.
-    private: of a new repository; one that exists stays as it is.  data: what it was trained on, in words, for the
-    card.  model: for a folder, the model that it came from, so that the card can state base and report.  A card
-    (README.md) in the folder or in the repository is kept instead.
+    private: of a new repository; one that exists stays as it is, and has to be private too.  data: what it was trained
+    on, in words, for the card.  model: for a folder, the model that it came from, so that the card can state base and
+    report.  A card (README.md) in the folder or in the repository is kept instead.
 
-    Raises ValueError for a model without active adapter or a folder that is neither, and huggingface_hub's errors.
+    Raises ValueError for a model without active adapter, a folder that is neither and a public repository where a
+    private one is wanted, and huggingface_hub's errors.
     """
     if "/" not in repo:
         raise ValueError(f"push_to_hub: repo={repo!r}; expected owner/name.")
@@ -54,6 +55,8 @@ def push_to_hub(
         text = card(folder, data, model)
         api = huggingface_hub.HfApi()
         api.create_repo(repo, private=private, exist_ok=True)
+        if private and not api.repo_info(repo).private:
+            raise ValueError(f"push_to_hub: {repo} is public; private=False says that this is meant.")
         files: list[Any] = [
             huggingface_hub.CommitOperationAdd(file.relative_to(folder).as_posix(), file)
             for file in sorted(folder.rglob("*"))

@@ -59,7 +59,10 @@ def test_a_merged_folder_beside_what_is_there(signed_in: HubServer, tiny: Tiny, 
     model = adapted(tiny("qwen3-sharded"))
     lorarun.save_merged(model, tmp_path / "merged")
     hub.add("me/merged", {"notes.txt": b"mine", "config.json": b"{}"})
-    lorarun.push_to_hub(tmp_path / "merged", "me/merged", model=model)
+    with pytest.raises(ValueError, match="me/merged is public"):
+        lorarun.push_to_hub(tmp_path / "merged", "me/merged", model=model)
+    assert files_of(hub, "me/merged").keys() == {"notes.txt", "config.json"}
+    lorarun.push_to_hub(tmp_path / "merged", "me/merged", private=False, model=model)
     files = files_of(hub, "me/merged")
     wanted = {path.name: path.read_bytes() for path in (tmp_path / "merged").iterdir()}
     assert {name: files[name] for name in wanted} == wanted and files["notes.txt"] == b"mine"
@@ -67,7 +70,7 @@ def test_a_merged_folder_beside_what_is_there(signed_in: HubServer, tiny: Tiny, 
     assert card.data.library_name == "transformers" and card.data.base_model is None  # the base is a folder here
     assert str(tiny("qwen3-sharded")) not in card.content
     hub.add("me/merged", files | {"README.md": b"my own words"})
-    lorarun.push_to_hub(tmp_path / "merged", "me/merged", data="else")
+    lorarun.push_to_hub(tmp_path / "merged", "me/merged", private=False, data="else")
     assert files_of(hub, "me/merged")["README.md"] == b"my own words"
 
 
