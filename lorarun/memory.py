@@ -106,8 +106,9 @@ def plan(
     compute: "bf16" (frozen products in the dtype of the model) or "fp8".  deterministic: steps repeat bit by bit, with
     our attention in the place of cuDNN's, whose backward adds in any order.
 
-    Gradients do not depend on the plan.  Raises ValueError when nothing fits, with the largest ``max_tokens`` that
-    would, and for a model on which nothing is trained.
+    Policies change no gradient; tiles of an MLP's rows change the order of sums, and with it the last bits.
+    Raises ValueError when nothing fits, with the largest ``max_tokens`` that would, and for a model on which nothing is
+    trained.
     """
     if policy not in ("auto", *POLICIES):
         raise ValueError(f"plan: policy is {policy!r}; expected auto, {', '.join(POLICIES)}.")
