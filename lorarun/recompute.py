@@ -1,8 +1,8 @@
 """How much of a block is kept for the backward pass, and where.
 
 Every block of a model runs under a policy of its own.  A policy changes memory and time, never a result: gradients
-have the same bits under each, dropout included (as far as attention's backward repeats its own: cuDNN's does not).  Tiles
-of an MLP's rows change the shapes of its products and the order of sums, and with them the last bits.
+have the same bits under each, dropout included (as far as attention's backward repeats its own: cuDNN's does not).
+Tiles of an MLP's rows change the shapes of its products and the order of sums, and with them the last bits.
 
     keep         everything that backward reads
     no_gate_up   all but the MLP's gate and up, half of the whole: backward multiplies for them again
