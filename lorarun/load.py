@@ -105,16 +105,17 @@ def load(
     model.asked = {"bits": bits, "dtype": dtype}
     _check_fits(model, dtype, place, stores)
     _say(checkpoint, model.stored, stores, place)
+    if folder is not None and template is None:
+        template = adapters.template_of(folder)
+    if isinstance(checkpoint, Gguf):
+        model.tokenizer = _unpacked_tokenizer(checkpoint, raw, template)
+    else:
+        model.tokenizer = Tokenizer.load(source.folder, template=template)
     model.requires_grad_(False).eval()
     fill(model, checkpoint, dtype, place, mmap, model.nested, stores)
     model.source = source
     if folder is not None:
         adapters.load_adapter(model, folder)
-        template = adapters.template_of(folder) if template is None else template
-    if isinstance(checkpoint, Gguf):
-        model.tokenizer = _unpacked_tokenizer(checkpoint, raw, template)
-    else:
-        model.tokenizer = Tokenizer.load(source.folder, template=template)
     return model.eval()
 
 
