@@ -111,7 +111,7 @@ def _is(kind: type) -> Callable[[Any], bool]:
 
 # What a field may be, where it is there and not null: (names, check, in words).  The limits lie far beyond any
 # published model; within them a model takes no time or memory to build on the meta device.
-LAYERS, WIDTH, HEADS, MANY = 1000, 2**24, 2**16, 2**31 - 1
+LAYERS, WIDTH, HEADS, MANY = 500, 2**24, 2**16, 2**31 - 1
 FIELDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("vocab_size max_position_embeddings sliding_window sliding_window_pattern", _whole(1, MANY), f"from 1 to {MANY}"),
     ("hidden_size intermediate_size", _whole(1, WIDTH), f"from 1 to {WIDTH}"),

@@ -7,7 +7,7 @@ file becomes a line of text, so that the caller can report those of all files at
 The JSON files beside the weights are read here too. Whoever wrote a file may have meant harm: lengths are compared with
 the file's before they are followed, what is no regular file is not opened (a pipe would wait for ever), and JSON is
 bounded in size and depth. Source of the format: the README of the safetensors project. Given up: dtypes of less than a
-byte, which torch has no tensors for, and headers between 8 MiB and the format's limit of 100 MB, which no model has.
+byte, which torch has no tensors for, and headers between 4 MiB and the format's limit of 100 MB, which no model has.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-MAX_JSON = 1 << 23  # bytes of a header, index or configuration: several times any real one; it takes 20 times as many
+MAX_JSON = 1 << 22  # bytes of a header, index or configuration: several times any real one; it takes 20 times as many
 MAX_DEPTH = 64  # of lists and objects in each other; deeper ones exhaust the stack of whoever prints or compares them
 CHUNK = 1 << 24  # bytes compared at once
 LFS_POINTER = b"version https://git-lfs"

@@ -87,7 +87,7 @@ def load(
             raise type(error)(f"{error} ({where}; another base: load(BASE, adapter={str(adapter)!r})") from error
     source = source._replace(folder=source.folder.absolute())  # the working folder may change before it is read again
     folder = None if adapter is None else resolve_adapter(adapter).folder
-    if source.folder.is_file():
+    if not source.folder.is_dir():
         checkpoint: Checkpoint = (file := open_gguf(source.folder))
         raw = gguf_config(file)
     else:
@@ -153,6 +153,7 @@ def _check_config(folder: Path) -> None:
         raw = read_config(folder)
         with torch.device("meta"):
             build_model(raw)
+        stored_dtype(raw)
         read_scheme(raw)
 
 
