@@ -256,6 +256,8 @@ class Tokenizer:
         except TypeError as error:
             got = f"{text!r:.60}, which is no valid Unicode" if isinstance(text, str) else f"a {type(text).__name__}"
             raise ValueError(f"only text can be encoded, got {got}") from error
+        except Exception as error:  # the package's own, which are nothing more
+            raise ValueError(f"the tokenizer in {self.folder} cannot encode {text!r:.60}: {error}") from error
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """The ids of ``text``; with ``bos``, behind exactly one begin token if this tokenizer wants one."""
