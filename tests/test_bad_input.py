@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import struct
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -446,13 +447,18 @@ def test_a_named_error_soon_and_in_little_memory(
     assert found["seconds"] < SECONDS and found["mib"] < MIB, found
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-@pytest.mark.parametrize("name", [CONFIG, WEIGHTS, TOKENIZER])
-def test_what_may_not_be_read_is_named(name: str, good: dict[str, Path], worker: Worker, tmp_path: Path) -> None:
-    shutil.copytree(good["model"], tmp_path / "given")
-    (tmp_path / "given" / name).chmod(0)
-    found = worker("model", tmp_path / "given")
-    assert found["error"][1] and name in found["error"][2] and "ermission" in found["error"][2]
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS, TOKENIZER, "tokenizer_config.json", None])
+def test_what_may_not_be_read_is_named(name: str | None, good: dict[str, Path], worker: Worker) -> None:
+    with tempfile.TemporaryDirectory() as root:  # pytest's own folders are closed to others
+        os.chmod(root, 0o755)
+        folder = shutil.copytree(good["model"], Path(root) / "given")
+        for path in folder.iterdir():
+            path.chmod(0 if path.name == name else 0o644)
+        found = worker("nobody", folder)
+    if name is None:
+        assert found["error"] is None, found
+    else:
+        assert found["error"][1] and name in found["error"][2] and "ermission" in found["error"][2], found
 
 
 def test_the_good_ones_are_good(good: dict[str, Path], worker: Worker) -> None:
