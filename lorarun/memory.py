@@ -114,8 +114,12 @@ def plan(
         raise ValueError(f"plan: policy is {policy!r}; expected auto, {', '.join(POLICIES)}.")
     if compute not in ("bf16", "fp8"):
         raise ValueError(f"plan: compute is {compute!r}; expected bf16 or fp8.")
-    if max_tokens < 1 or (budget is not None and not budget > 0):
-        raise ValueError(f"plan: max_tokens={max_tokens}, budget={budget}; expected positive numbers.")
+    whole = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
+    if not whole or max_tokens < 1 or (budget is not None and not budget > 0):
+        raise ValueError(
+            f"plan: max_tokens={max_tokens!r}, budget={budget!r}; expected a whole number of tokens and, if given, a "
+            "positive number of bytes."
+        )
     before = model.compute
     use(model, compute)
     try:

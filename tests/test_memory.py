@@ -233,6 +233,14 @@ def test_loss_follows_a_plan(tiny, monkeypatch, capsys):
     assert "cannot be predicted" in capsys.readouterr().err and "nothing: " in str(lorarun.report(model))
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "budget"), [(1e3, None), (0, None), (True, None), ("512", None), (512, 0), (512, -1.0)]
+)
+def test_a_plan_wants_a_number_of_tokens(max_tokens, budget):
+    with pytest.raises(ValueError, match="a whole number of tokens"):
+        lorarun.plan(in_shapes(LLAMA_8B | {"num_hidden_layers": 1}), max_tokens, budget=budget)
+
+
 def test_too_large_says_what_would_fit():
     model = in_shapes(LLAMA_8B | {"num_hidden_layers": 8})
     with pytest.raises(ValueError, match=r"65,536 tokens need .* max_tokens=\d+ would fit") as error:
