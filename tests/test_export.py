@@ -20,7 +20,7 @@ from peft_side import FAMILIES, PROJECTIONS, fill_b, ids_for, off, reference, wi
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from lorarun import export
+from lorarun import export, export_check, export_weights
 from lorarun.adapter import save_adapter
 from lorarun.export import save_merged
 from lorarun.headers import INDEX, read_header
@@ -261,7 +261,7 @@ def test_refusals(tiny: Tiny, tmp_path: Path) -> None:
     model = adapted(tiny("llama3"), targets=["q_proj"])
     out = tmp_path / "merged"
     for arguments, message in (
-        ({"bits": 4}, "bits=4 is not supported; 16 is"),
+        ({"bits": 2}, "bits=2 is not supported; 16, 8 and 4 are"),
         ({"base": "nf4"}, "base='nf4' is not known; expected 'dequantized' or 'original'"),
         ({"dtype": torch.int8}, "dtype=torch.int8 is not supported"),
     ):
@@ -406,14 +406,14 @@ def test_logits_unmask_a_wrong_merge(
 
         monkeypatch.setattr(export, "_write_small_files", spoils_config)
     else:
-        right = export.merged_weight
+        right = export_weights.merged_weight
 
         def wrong(weight: torch.Tensor, *rest: Any) -> torch.Tensor:
             update = right(weight, *rest) - weight.float()
             factor = {"not applied": 1e-3, "half as strong": 0.5, "transposed": 1.0}[mistake]
             return weight.float() + factor * (update.t() if mistake == "transposed" else update)
 
-        monkeypatch.setattr(export, "merged_weight", wrong)
+        monkeypatch.setattr(export_weights, "merged_weight", wrong)
     with pytest.raises(RuntimeError, match="answers differently from the live one"):
         save_merged(model, tmp_path / "merged")
     assert not leftovers(tmp_path)
@@ -422,7 +422,7 @@ def test_logits_unmask_a_wrong_merge(
 def test_without_memory_for_a_second_model_it_says_so(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(export, "free_memory", lambda device: 1000.0)
+    monkeypatch.setattr(export_check, "free_memory", lambda device: 1000.0)
     save_merged(adapted(tiny("llama3"), targets=["q_proj"]), tmp_path / "merged")
     assert "no memory for a second model, so logits were not compared" in capsys.readouterr().err
     assert load(tmp_path / "merged")
@@ -437,7 +437,7 @@ def test_an_interruption_leaves_nothing(tiny: Tiny, tmp_path: Path, monkeypatch:
     def stop(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    for step in ("_write_tensor", "_write_small_files", "_check_written", "_check_logits"):
+    for step in ("_write_weight", "_write_small_files", "check_written", "check_logits"):
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(export, step, stop)
             save_merged(model, tmp_path / "merged")
@@ -454,7 +454,7 @@ from lorarun.load import load
 from lorarun.lora import add_lora
 
 model = add_lora(load(Path(sys.argv[1])), targets=["q_proj"], seed=0)
-for step in ("_header", "_write_tensor", "_write_small_files", "_check_written", "_check_logits"):
+for step in ("_header", "_write_weight", "_write_small_files", "check_written", "check_logits"):
     if os.fork() == 0:
         setattr(export, step, lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
         export.save_merged(model, Path(sys.argv[2]) / step)
@@ -468,10 +468,10 @@ def test_a_kill_leaves_nothing_under_the_final_name(tiny: Tiny, tmp_path: Path) 
     names = leftovers(tmp_path)
     assert names == sorted(
         f".{step}.partial"
-        for step in ("_header", "_write_tensor", "_write_small_files", "_check_written", "_check_logits")
+        for step in ("_header", "_write_weight", "_write_small_files", "check_written", "check_logits")
     )
-    save_merged(adapted(tiny("llama3")), tmp_path / "_check_logits")  # and the next run is not hindered by what is left
-    assert "._check_logits.partial" not in leftovers(tmp_path) and load(tmp_path / "_check_logits")
+    save_merged(adapted(tiny("llama3")), tmp_path / "check_logits")  # and the next run is not hindered by what is left
+    assert ".check_logits.partial" not in leftovers(tmp_path) and load(tmp_path / "check_logits")
 
 
 # --- the script ----------------------------------------------------------------------------------------------------
