@@ -111,7 +111,7 @@ def quantization_config(form: Form, dense: Collection[str], dtype: torch.dtype) 
     common = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
         "targets": ["Linear"],
-        "weights": {**common, "strategy": "channel", "dynamic": False},
+        "weights": {**common, "strategy": "channel", "block_structure": None, "dynamic": False},
         "input_activations": {**common, "strategy": "token", "dynamic": True},
     }
     return {

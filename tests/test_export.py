@@ -16,7 +16,8 @@ import pytest
 import torch
 import toy
 import transformers
-from peft_side import FAMILIES, PROJECTIONS, fill_b, ids_for, off, reference, with_adapter
+from merging import adapted, leftovers, logits, same_bits, tensors_of
+from peft_side import FAMILIES, PROJECTIONS, fill_b, off, reference, with_adapter
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -26,34 +27,9 @@ from lorarun.export import save_merged
 from lorarun.headers import INDEX, read_header
 from lorarun.load import load
 from lorarun.lora import adapters_disabled, add_lora, lora_parameters, merge, use_adapter
-from lorarun.nn import Model
 
 Tiny = Callable[[str], Path]
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        out = model(ids_for(model))
-    return out if isinstance(out, torch.Tensor) else out.logits
-
-
-def adapted(folder: Path, dtype: torch.dtype = torch.float32, **arguments: Any) -> Model:
-    model = add_lora(load(folder, dtype=dtype), **({"r": 4, "alpha": 8, "seed": 0} | arguments))
-    fill_b(model)
-    return model
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {k: v for file in sorted(folder.glob("model*.safetensors")) for k, v in load_file(file).items()}
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def leftovers(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 # --- what is written -----------------------------------------------------------------------------------------------
