@@ -34,6 +34,7 @@ from lorarun.export_weights import FORMS, Export, Kept, prepare, table, total
 from lorarun.gguf_read import Gguf
 from lorarun.gguf_vocab import write_files
 from lorarun.headers import DTYPES, INDEX, abbreviate
+from lorarun.lora import linears
 from lorarun.nn import Model
 from lorarun.packing import quantization_config
 
@@ -93,10 +94,11 @@ def save_merged(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    print(f"save_merged: {path} is complete and verified; {len(export.kept)} projections were merged.", file=sys.stderr)
+    kept = {module: export.kept[module] for module, _ in linears(model) if module in export.kept}
+    print(f"save_merged: {path} is complete and verified; {len(kept)} projections were merged.", file=sys.stderr)
     if export.forms:
-        print(f"save_merged: how much of the adapter's update is in it:\n{table(export.kept)}", file=sys.stderr)
-    if (share := total(export.kept.values()).share) < KEPT:
+        print(f"save_merged: how much of the adapter's update is in it:\n{table(kept)}", file=sys.stderr)
+    if (share := total(kept.values()).share) < KEPT:
         what, steps = ("requantising", "the codes") if export.forms else ("rounding", "the weights")
         keeps = "bits=16 (--bits 16) keeps more" if export.forms else "dtype=torch.float32 (--dtype float32) keeps all"
         warnings.warn(
@@ -104,7 +106,7 @@ def save_merged(
             f"step of {steps}. {keeps}, and so does the adapter itself.",
             stacklevel=2,
         )
-    return export.kept
+    return kept
 
 
 # --- before --------------------------------------------------------------------------------------------------------

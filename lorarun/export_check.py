@@ -52,6 +52,11 @@ def check_written(export: Export, partial: Path) -> None:
                     wrong.append(part)
             bar.update(export.source.entries[name].nbytes)
     wrong += sorted(written.entries.keys() - known)
+    if export.unlike:  # seen while writing
+        raise RuntimeError(
+            f"save_merged: these have codes of other numbers: {abbreviate(export.unlike)}; nothing is kept. Please "
+            "report this."
+        )
     if wrong:
         raise RuntimeError(
             f"save_merged: what was read back is not what was to be written: {abbreviate(wrong)}; nothing is kept. Is "

@@ -1,4 +1,4 @@
-"""What the tests of merged checkpoints share: a model with an adapter that does something, and what lies in a folder."""
+"""What tests of merged checkpoints share: a model with an adapter that does something, and what lies in a folder."""
 
 from __future__ import annotations
 

@@ -425,29 +425,66 @@ import os, signal, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from lorarun import export
+from lorarun.export import save_merged
 from lorarun.load import load
 from lorarun.lora import add_lora
 
 model = add_lora(load(Path(sys.argv[1])), targets=["q_proj"], seed=0)
-for step in ("_header", "_write_weight", "_write_small_files", "check_written", "check_logits"):
-    if os.fork() == 0:
-        setattr(export, step, lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
-        export.save_merged(model, Path(sys.argv[2]) / step)
-    os.wait()
+model.model.layers[0].self_attn.q_proj.factors("default")[1].data.fill_(0.1)
+folder, bits, how = sys.argv[2], int(sys.argv[3]), sys.argv[4]
+CHANGES = ("os.mkdir", "os.rmdir", "os.remove", "os.rename", "shutil.copyfile")
+
+def run(stop, out):
+    seen = 0
+    def watch(event, arguments):
+        nonlocal seen
+        changes = event in CHANGES or event == "open" and arguments[1] and set(arguments[1]) & set("wxa+")
+        there = event == "os.mkdir" and os.path.isdir(arguments[0])  # which mkdir(exist_ok=True) forgives
+        if changes and folder in str(arguments[:2]) and not there:
+            seen += 1
+            if seen == stop:
+                if how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise OSError(28, "No space left on device")
+    sys.addaudithook(watch)
+    try:
+        save_merged(model, out, bits=bits)
+    except OSError:
+        os._exit(3)
+    os._exit(0)
+
+for stop in range(1, 100):
+    out = Path(folder) / str(stop)
+    if stop % 2:
+        out.mkdir()  # an empty folder may be there before
+    if not (child := os.fork()):
+        run(stop, out)
+    if os.waitpid(child, 0)[1] == 0:
+        break
+print(stop)
 """
 
 
-@pytest.mark.filterwarnings("ignore:save_merged. the adapter leaves")
-def test_a_kill_leaves_nothing_under_the_final_name(tiny: Tiny, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", KILLED, tiny("llama3"), tmp_path], cwd=ROOT, check=True)
-    names = leftovers(tmp_path)
-    assert names == sorted(
-        f".{step}.partial"
-        for step in ("_header", "_write_weight", "_write_small_files", "check_written", "check_logits")
-    )
-    save_merged(adapted(tiny("llama3")), tmp_path / "check_logits")  # and the next run is not hindered by what is left
-    assert ".check_logits.partial" not in leftovers(tmp_path) and load(tmp_path / "check_logits")
+@pytest.mark.parametrize("how", ["kill", "no room"])
+@pytest.mark.parametrize(("name", "bits"), [("qwen3-sharded", 16), ("llama-tied", 4)])
+def test_the_folder_is_whole_or_not_there_wherever_it_ends(
+    name: str, bits: int, how: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    """Killed, or out of disk, at every file that is opened for writing and every name that is made or changed."""
+    command = [sys.executable, "-W", "ignore", "-c", KILLED, tiny(name), tmp_path, str(bits), how]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    last = int(done.stdout.split()[-1])
+    files = len(leftovers(tiny(name))) - 1  # without the reference
+    assert last >= files + 3  # the folder, its files, its name, and then it ends by itself
+    for stop in range(1, last):
+        out = tmp_path / str(stop)
+        assert not out.exists() or not leftovers(out), stop
+    assert leftovers(tmp_path / str(last)) == [n for n in leftovers(tiny(name)) if n != "reference.safetensors"]
+    partial = [name for name in leftovers(tmp_path) if name.startswith(".")]
+    assert (len(partial) >= last - 2) if how == "kill" else not partial
+    for stop in (1, last - 1):
+        save_merged(adapted(tiny("llama3")), tmp_path / str(stop))  # the next run is not hindered by what is left
+        assert load(tmp_path / str(stop)) and f".{stop}.partial" not in leftovers(tmp_path)
 
 
 # --- the script ----------------------------------------------------------------------------------------------------
