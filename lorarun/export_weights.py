@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -170,7 +171,7 @@ class Export:
             return {name: torch.empty(shape, dtype=self.dtype_of(name), device="meta")}
         if self.as_it_is(name):
             return {part: tensor.to("meta") for part, tensor in self.parts(name, self.held[name]).items()}
-        return self.parts(name, self.forms[name].encode(torch.empty(shape, device="meta")))
+        return self.parts(name, _blank(self.forms[name], shape))
 
     def files(self) -> dict[str, list[str]]:
         """File -> the weights in it: the source's files, or new ones where weights come out of packed ones."""
@@ -238,6 +239,12 @@ class Export:
             float((update * (written - before)).sum()),
             float((written - exact).square().sum()),
         )
+
+
+@cache
+def _blank(form: Form, shape: tuple[int, ...]) -> Store:
+    """A store on the meta device; a model has few shapes, and many weights of each."""
+    return form.encode(torch.empty(shape, device="meta"))
 
 
 def _spellings(module: str) -> list[str]:

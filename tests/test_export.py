@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 import toy
 import transformers
+from hub_server import HubServer
 from merging import adapted, leftovers, logits, same_bits, tensors_of
 from peft_side import FAMILIES, PROJECTIONS, fill_b, off, reference, with_adapter
 from safetensors import safe_open
@@ -511,6 +513,40 @@ def test_the_script(tiny: Tiny, tmp_path: Path) -> None:
     assert done.stderr.strip().endswith("one exists already; give a new folder, or delete it first.")
 
 
+def test_the_script_in_few_bits_and_onto_the_hub(
+    hub: HubServer, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    model = adapted(tiny("qwen3"), bits=4)
+    save_adapter(model, tmp_path / "adapter")
+
+    def run(out: str, *arguments: str) -> None:
+        script = str(ROOT / "scripts" / "export.py")
+        monkeypatch.setattr("sys.argv", [script, str(tmp_path / "adapter"), str(tmp_path / out), *arguments])
+        runpy.run_path(script, run_name="__main__")
+
+    run("eight", "--load-bits", "4", "--bits", "8")
+    save_merged(model, tmp_path / "here", bits=8)
+    file = "model.safetensors"
+    assert (tmp_path / "eight" / file).read_bytes() == (tmp_path / "here" / file).read_bytes()
+    run("original", "--load-bits", "4", "--original")
+    save_merged(model, tmp_path / "there", base="original")
+    assert (tmp_path / "original" / file).read_bytes() == (tmp_path / "there" / file).read_bytes()
+    assert (tmp_path / "original" / file).read_bytes() != (tmp_path / "here" / file).read_bytes()
+    assert not hub.requests  # nothing is asked of the hub, still less given to it
+    run("four", "--bits", "4", "--push", "me/merged")
+    repo = hub.repos["me/merged"]
+    pushed = repo.commits[repo.refs["main"]]
+    assert repo.private and pushed[file] == (tmp_path / "four" / file).read_bytes()
+    assert json.loads(pushed["config.json"])["quantization_config"]["load_in_4bit"]
+    assert hub.url in capsys.readouterr().out
+    for out, wrong in (("a", ["--push", "merged"]), ("a.gguf", ["--bits", "4"]), ("a.gguf", ["--push", "me/merged"])):
+        with pytest.raises(SystemExit) as caught:
+            run(out, *wrong)
+        assert caught.value.code == 2
+    assert not (tmp_path / "a").exists()
+
+
 @pytest.mark.gpu
 def test_on_an_accelerator(tiny: Tiny, tmp_path: Path) -> None:
     for dtype in (torch.bfloat16, torch.float32):
@@ -519,3 +555,8 @@ def test_on_an_accelerator(tiny: Tiny, tmp_path: Path) -> None:
         save_merged(model, tmp_path / str(dtype))
     files = [(tmp_path / str(dtype) / "model.safetensors").read_bytes() for dtype in (torch.bfloat16, torch.float32)]
     assert files[0] == files[1]
+    for bits in (4, 8):  # codes are the same wherever they are made
+        save_merged(model, tmp_path / f"gpu-{bits}", bits=bits)
+        save_merged(adapted(tiny("qwen3"), r=4, alpha=16), tmp_path / f"cpu-{bits}", bits=bits)
+        gpu, cpu = (tensors_of(tmp_path / f"{where}-{bits}") for where in ("gpu", "cpu"))
+        assert all(same_bits(gpu[name], cpu[name]) or "absmax" in name or "quant_state" in name for name in cpu)
