@@ -16,6 +16,8 @@ Given up: tokens cannot be taken back from a ring that has gone round (:meth:`Ca
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +56,7 @@ class Cache:
         self.lengths, self._longest = [0] * batch, 1
         self.filled = torch.zeros(batch, dtype=torch.int32, device=model.device)
         self.ids: list[list[int]] = [[] for _ in range(batch)]
+        self._anywhere = False  # whether a step may be run again when rows are longer
         self._plan: Plan | None = None  # of a pass that is no step
         self._step: dict[int, tuple[Tensor, Tensor]] = {}  # slot and count of a step for each size of a layer
         self._layers: list[tuple[Tensor, Tensor]] = []
@@ -67,9 +70,7 @@ class Cache:
     def nbytes(self) -> int:
         return sum(keys.nbytes + values.nbytes for keys, values in self._layers)
 
-    def update(
-        self, layer: int, k: Tensor, v: Tensor, spans: Spans | None
-    ) -> tuple[Tensor, Tensor, Any]:
+    def update(self, layer: int, k: Tensor, v: Tensor, spans: Spans | None) -> tuple[Tensor, Tensor, Any]:
         """Append k, v [batch, new, kv_heads, head_dim] of a layer.
 
         Returns the keys and values that the new queries attend to, and the queries' spans, counted from the first of
@@ -79,7 +80,7 @@ class Cache:
         keys, values = self._layers[layer]
         size, last = keys.shape[1], layer == len(self._layers) - 1
         if self._plan is None:
-            step = Step(keys, values, *self._step[size], min(self._longest, size))
+            step = Step(keys, values, *self._step[size], size if self._anywhere else min(self._longest, size))
             if last:
                 self.filled.add_(1)
                 self.advance()
@@ -168,14 +169,27 @@ class Cache:
         self._plan = Plan(rows, histories, added, moves)
         return positions.view(shape).to(device)
 
-    def advance(self, by: int = 1) -> None:
-        """Count a step of every row that the device has counted already (in a replayed graph, say)."""
-        self.lengths = [length + by for length in self.lengths]
+    def advance(self) -> None:
+        """Count a step of every row that the device counts itself (in a replayed graph, say)."""
+        self._check(max(self.lengths, default=0) + 1)
+        self.lengths = [length + 1 for length in self.lengths]
+
+    @contextmanager
+    def anywhere(self) -> Iterator[None]:
+        """Steps inside serve rows of any lengths: they can be replayed later."""
+        self._anywhere = True
+        try:
+            yield
+        finally:
+            self._anywhere = False
 
     def rewind(self, row: int, length: int) -> bool:
-        """Forget a row's tokens from ``length`` on; False, and nothing is done, where a ring has lost older ones."""
+        """Forget a row's tokens from ``length`` on; False, and nothing is done, where a ring has lost older ones.
+
+        One token can always be taken back: the one that it replaced is not seen by the next.
+        """
         have = self.lengths[row]
-        if length < have and have > min(self._sizes(), default=have):
+        if length < have - 1 and have > min(self._sizes(), default=have):
             return False
         self.lengths[row] = min(length, have)
         self.ids[row] = self.ids[row][:length]

@@ -59,6 +59,18 @@ class Adapter:
     clock: Clock
 
 
+class Mixed:
+    """Adapters that serve the rows of one batch together: ``which`` [batch, seq] int64 has the number in ``names`` of
+    each token's, −1 for none."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = list(names)
+        self.which: Tensor | None = None
+
+    def number(self, name: str | None) -> int:
+        return -1 if name is None else self.names.index(name)
+
+
 class Factor(nn.Module):
     """One matrix of an adapter, in a module of its own so that its name ends in ``.weight`` as in PEFT's files."""
 
@@ -85,6 +97,7 @@ class Linear(nn.Module):
         self.lora_A: Any  # module dictionaries of factors, there when there are adapters
         self.lora_B: Any
         self.active: str | None = None  # the adapter that runs
+        self.mixed: Mixed | None = None  # instead of ``active``, where rows of a batch have adapters of their own
         self.merged: tuple[str, Tensor] | None = None  # (adapter, the weight before it was added)
         self.scaled: ScaledWeight | None = None  # FP8 copies, shared by all projections of one input
 
@@ -101,6 +114,12 @@ class Linear(nn.Module):
 
     def adapt(self, y: Tensor, x: Tensor) -> Tensor:
         """y, the product with the weight, plus the update of the active adapter for the same input x."""
+        if self.mixed is not None and self.mixed.which is not None:
+            for i, name in enumerate(self.mixed.names):
+                if name in self.adapters:
+                    own = torch.where((self.mixed.which == i).unsqueeze(-1), x, 0.0)
+                    y = y + low_rank(own, *self.factors(name), self.adapters[name].scale)
+            return y
         branch, drop = self.running()
         if branch.a is None or branch.b is None:
             return y

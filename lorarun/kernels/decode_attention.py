@@ -1,9 +1,9 @@
 """Attention of decoding: one query a row against that row's cache, whose newest key and value it puts in place.
 
-    o = softmax(cap(scale · q·kᵀ)) · v over the first ``count`` slots of a row
+    o = softmax(cap(scale · q·kᵀ)) · v over the first ``filled`` slots of a row
 
-Every slot that is filled is one that the query may see (:mod:`lorarun.cache` keeps windows as rings), so a count is all
-that masks.  Work is bound by reading keys and values, once each.
+Every slot that is filled is one that the query may see (:mod:`lorarun.cache` keeps windows as rings), so their number
+is all that masks.  Work is bound by reading keys and values, once each.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import Tensor
 class Step(NamedTuple):
     """Where a step's keys go and what its queries see.
 
-    keys, values [batch, slots, kv_heads, head_dim]: a layer's cache, written to.  slot, count int32 [batch]: where the
-    new key of a row goes, and how many slots are filled with it.  longest: no count is larger, as far as the host
+    keys, values [batch, slots, kv_heads, head_dim]: a layer's cache, written to.  slot, filled int32 [batch]: where the
+    new key of a row goes, and how many slots are filled with it.  longest: no row has larger, as far as the host
     knows.
     """
 
     keys: Tensor
     values: Tensor
     slot: Tensor
-    count: Tensor
+    filled: Tensor
     longest: int
 
 
@@ -40,7 +40,7 @@ def decode_attention_reference(
     rows = torch.arange(batch, device=q.device)
     step.keys[rows, step.slot], step.values[rows, step.slot] = k[:, 0], v[:, 0]
     keys, values = (held[:, : step.longest].transpose(1, 2) for held in (step.keys, step.values))  # [batch, kv, n, dim]
-    mask = torch.arange(keys.shape[2], device=q.device) < step.count.unsqueeze(1)  # [batch, n]
+    mask = torch.arange(keys.shape[2], device=q.device) < step.filled.unsqueeze(1)  # [batch, n]
     mask = mask[:, None, None]
     q = q.reshape(batch, keys.shape[1], -1, dim)  # the heads of a group stand as queries of one head
     if softcap is None:
