@@ -152,67 +152,89 @@ def _joined(b_a, b_b, U: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _block(at, o_u, blocks, EVEN: tl.constexpr):
+    """The numbers of U blocks; the last one again for those past the end, whose scales are 0 then."""
+    return at + o_u if EVEN else tl.minimum(at + o_u, blocks - 1)
+
+
+@triton.jit
 def _nf4(
-    p_x, stride_x, rows, p_codes, p_absmax, p_nested, p_map, p_offset, p_values, p_planes, o_n, m_n, blocks, group,
+    p_x, stride_x, rows, p_codes, p_absmax, p_nested, p_map, p_offset, p_values, p_planes, o_n, blocks, group,
     DOUBLE: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
-    U: tl.constexpr, STAGES: tl.constexpr,
+    U: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(x · Wᵀ)ᵀ for rows o_n of a weight in NF4, fp32 [BLOCK_N, M]; ``group`` blocks of 64 share a scale."""
+    """(x · Wᵀ)ᵀ for rows o_n of a weight in NF4, fp32 [BLOCK_N, M]; ``group`` blocks of 64 share a scale.
+
+    From 32 rows of x on there are more sums than weights, and the registers of a second set of them: then scales
+    multiply the weights, which are rounded twice more.
+    """
+    FOLD: tl.constexpr = M >= 32
     dtype: tl.constexpr = p_x.dtype.element_ty
-    t0, t1, t2, t3 = tl.load(p_planes), tl.load(p_planes + 1), tl.load(p_planes + 2), tl.load(p_planes + 3)
-    t4, t5, t6, t7 = tl.load(p_planes + 4), tl.load(p_planes + 5), tl.load(p_planes + 6), tl.load(p_planes + 7)
-    o_u, o_c, o_m = tl.arange(0, U), tl.arange(0, 16), tl.arange(0, M)
+    # As loads of tensors, which Triton lets pass where it looks for a layout in which codes become operands in place.
+    p_t = p_planes + tl.zeros([1, 1, 1], tl.int32)
+    t0, t1, t2, t3 = tl.load(p_t), tl.load(p_t + 1), tl.load(p_t + 2), tl.load(p_t + 3)
+    t4, t5, t6, t7 = tl.load(p_t + 4), tl.load(p_t + 5), tl.load(p_t + 6), tl.load(p_t + 7)
+    o_u, o_c, o_m = tl.arange(0, U), tl.arange(0, 16), tl.minimum(tl.arange(0, M), rows - 1)
     first = o_n.to(tl.int64) * blocks  # the number of a row's first block in the weight
-    p_w = p_codes.to(tl.pointer_type(tl.int32)) + first[None, :, None] * 8 + o_u[:, None, None] * 8
-    p_w += tl.arange(0, 8)[None, None, :]
-    p_x += o_m[None, None, :] * stride_x + o_u[:, None, None] * 64 + (o_c // 2 * 8 + o_c % 2)[None, :, None]
-    m_m = o_m[None, None, :] < rows
+    p_w = p_codes.to(tl.pointer_type(tl.int32)) + first[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    p_x += o_m[None, None, :] * stride_x + (o_c // 2 * 8 + o_c % 2)[None, :, None]
     if DOUBLE:
         offset = tl.load(p_offset)
     b_y = tl.zeros([U, BLOCK_N, M], tl.float32)
     for at in tl.range(0, blocks, U, num_stages=STAGES):
-        m_u = at + o_u < blocks
-        m_w = m_u[:, None] & m_n[None, :]
-        b_w = tl.load(p_w + at * 8, mask=m_w[:, :, None], other=0)
-        o_s = (first[None, :] + (at + o_u)[:, None]) // group
-        b_s = tl.load(p_absmax + o_s, mask=m_w, other=0)
+        o_b = _block(at, o_u, blocks, EVEN)
+        b_w = tl.load(p_w + o_b[:, None, None] * 8)
+        o_s = (first[None, :] + o_b[:, None]) // group
+        b_s = tl.load(p_absmax + o_s)
         if DOUBLE:
-            b_s = tl.load(p_map + b_s.to(tl.int32)) * tl.load(p_nested + o_s // 256, mask=m_w, other=0.0) + offset
+            b_s = tl.load(p_map + b_s.to(tl.int32)) * tl.load(p_nested + o_s // 256) + offset
+        if not EVEN:
+            b_s = tl.where((at + o_u < blocks)[:, None], b_s, 0.0)
         v0, v1, v2, v3, v4, v5, v6, v7 = _values(b_w, t0, t1, t2, t3, t4, t5, t6, t7, p_values, dtype, ASM)
-        m_x = m_u[:, None, None] & m_m
-        p_k = p_x + at * 64
-        b_p = tl.dot(_joined(v0, v1, U, BLOCK_N), tl.load(p_k, mask=m_x, other=0.0), input_precision=PRECISION)
-        b_p = tl.dot(_joined(v2, v3, U, BLOCK_N), tl.load(p_k + 2, mask=m_x, other=0.0), b_p, input_precision=PRECISION)
-        b_p = tl.dot(_joined(v4, v5, U, BLOCK_N), tl.load(p_k + 4, mask=m_x, other=0.0), b_p, input_precision=PRECISION)
-        b_p = tl.dot(_joined(v6, v7, U, BLOCK_N), tl.load(p_k + 6, mask=m_x, other=0.0), b_p, input_precision=PRECISION)
-        b_y += b_p * b_s.to(tl.float32)[:, :, None]
+        p_k = p_x + o_b[:, None, None] * 64
+        x0, x1, x2, x3 = tl.load(p_k), tl.load(p_k + 2), tl.load(p_k + 4), tl.load(p_k + 6)
+        w0, w1 = _joined(v0, v1, U, BLOCK_N), _joined(v2, v3, U, BLOCK_N)
+        w2, w3 = _joined(v4, v5, U, BLOCK_N), _joined(v6, v7, U, BLOCK_N)
+        if FOLD:
+            b_f = b_s.to(dtype)[:, :, None]
+            b_y = tl.dot(w0 * b_f, x0, b_y, input_precision=PRECISION)
+            b_y = tl.dot(w1 * b_f, x1, b_y, input_precision=PRECISION)
+            b_y = tl.dot(w2 * b_f, x2, b_y, input_precision=PRECISION)
+            b_y = tl.dot(w3 * b_f, x3, b_y, input_precision=PRECISION)
+        else:
+            b_p = tl.dot(w0, x0, input_precision=PRECISION)
+            b_p = tl.dot(w1, x1, b_p, input_precision=PRECISION)
+            b_p = tl.dot(w2, x2, b_p, input_precision=PRECISION)
+            b_p = tl.dot(w3, x3, b_p, input_precision=PRECISION)
+            b_y += b_p * b_s.to(tl.float32)[:, :, None]
     return tl.sum(b_y, axis=0)
 
 
 @triton.jit
 def _fp8(
-    p_x, stride_x, rows, p_codes, p_scale, o_n, m_n, blocks, bm, bn, grid_n,
-    PRECISION: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, U: tl.constexpr, STAGES: tl.constexpr,
+    p_x, stride_x, rows, p_codes, p_scale, o_n, blocks, bm, bn, grid_n,
+    PRECISION: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """As :func:`_nf4` for e4m3 codes in blocks of 32, whose scales are for blocks of bm × 32 · bn."""
     dtype: tl.constexpr = p_x.dtype.element_ty
-    o_u, o_c, o_m = tl.arange(0, U), tl.arange(0, 16), tl.arange(0, M)
+    o_u, o_c, o_m = tl.arange(0, U), tl.arange(0, 16), tl.minimum(tl.arange(0, M), rows - 1)
     p_w = p_codes.to(tl.pointer_type(tl.int32)) + o_n.to(tl.int64)[None, :, None] * blocks * 8
-    p_w += o_u[:, None, None] * 8 + tl.arange(0, 8)[None, None, :]
-    p_x += o_m[None, None, :] * stride_x + o_u[:, None, None] * 32 + (o_c // 2 * 4 + o_c % 2)[None, :, None]
-    m_m = o_m[None, None, :] < rows
+    p_w += tl.arange(0, 8)[None, None, :]
+    p_x += o_m[None, None, :] * stride_x + (o_c // 2 * 4 + o_c % 2)[None, :, None]
     b_y = tl.zeros([U, BLOCK_N, M], tl.float32)
     for at in tl.range(0, blocks, U, num_stages=STAGES):
-        m_u = at + o_u < blocks
-        m_w = m_u[:, None] & m_n[None, :]
-        b_w = tl.load(p_w + at * 8, mask=m_w[:, :, None], other=0)
-        b_s = tl.load(p_scale + (o_n // bm)[None, :] * grid_n + ((at + o_u) // bn)[:, None], mask=m_w, other=0.0)
-        m_x = m_u[:, None, None] & m_m
-        p_k = p_x + at * 32
+        o_b = _block(at, o_u, blocks, EVEN)
+        b_w = tl.load(p_w + o_b[:, None, None] * 8)
+        b_s = tl.load(p_scale + (o_n // bm)[None, :] * grid_n + (o_b // bn)[:, None])
+        if not EVEN:
+            b_s = tl.where((at + o_u < blocks)[:, None], b_s, 0.0)
         v0, v1 = _decode(b_w & 255).to(dtype), _decode((b_w >> 8) & 255).to(dtype)
         v2, v3 = _decode((b_w >> 16) & 255).to(dtype), _decode((b_w >> 24) & 255).to(dtype)
-        b_p = tl.dot(_joined(v0, v1, U, BLOCK_N), tl.load(p_k, mask=m_x, other=0.0), input_precision=PRECISION)
-        b_p = tl.dot(_joined(v2, v3, U, BLOCK_N), tl.load(p_k + 2, mask=m_x, other=0.0), b_p, input_precision=PRECISION)
+        p_k = p_x + o_b[:, None, None] * 32
+        x0, x1 = tl.load(p_k), tl.load(p_k + 2)
+        b_p = tl.dot(_joined(v0, v1, U, BLOCK_N), x0, input_precision=PRECISION)
+        b_p = tl.dot(_joined(v2, v3, U, BLOCK_N), x1, b_p, input_precision=PRECISION)
         b_y += b_p * b_s[:, :, None]
     return tl.sum(b_y, axis=0)
 
@@ -267,7 +289,8 @@ def _few(
     p_codes2, p_absmax2, p_nested2, p_map2, p_offset2, n2, p_bias2, p_a2, p_b2, r2, s2,
     FORMAT: tl.constexpr, DOUBLE: tl.constexpr, ASM: tl.constexpr, BIAS: tl.constexpr, COUNT: tl.constexpr,
     WIDTH: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
-    M: tl.constexpr, BLOCK_N: tl.constexpr, U: tl.constexpr, STAGES: tl.constexpr, BLOCK_K: tl.constexpr,
+    M: tl.constexpr, BLOCK_N: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A row of A, or BLOCK_N rows of a weight; with ACT the same rows of two weights."""
     pid = tl.program_id(0)
@@ -293,6 +316,7 @@ def _few(
         which = tl.where(first, 0, tl.where(second, 1, 2))
         o_n = within * BLOCK_N + tl.arange(0, BLOCK_N)
         m_n = o_n < n
+        o_k = tl.minimum(o_n, n - 1)  # rows past the end repeat the last one, and are not stored
         p_codes = tl.where(first, p_codes0, tl.where(second, p_codes1, p_codes2))
         p_absmax = tl.where(first, p_absmax0, tl.where(second, p_absmax1, p_absmax2))
         p_nested, p_map, p_offset = p_nested0, p_map0, p_offset0
@@ -309,24 +333,24 @@ def _few(
             s = tl.where(first, s0, tl.where(second, s1, s2))
         if FORMAT == "NF4":
             b_y = _nf4(
-                p_x, stride_x, rows, p_codes, p_absmax, p_nested, p_map, p_offset, p_values, p_planes, o_n, m_n,
-                blocks, group, DOUBLE, ASM, PRECISION, M, BLOCK_N, U, STAGES,
+                p_x, stride_x, rows, p_codes, p_absmax, p_nested, p_map, p_offset, p_values, p_planes, o_k, blocks,
+                group, DOUBLE, ASM, PRECISION, M, BLOCK_N, U, EVEN, STAGES,
             )  # fmt: skip
         else:
             b_y = _fp8(
-                p_x, stride_x, rows, p_codes, p_absmax, o_n, m_n, blocks, bm, bn, grid_n, PRECISION, M, BLOCK_N, U,
+                p_x, stride_x, rows, p_codes, p_absmax, o_k, blocks, bm, bn, grid_n, PRECISION, M, BLOCK_N, U, EVEN,
                 STAGES,
             )  # fmt: skip
         if ACT is not None:
             if FORMAT == "NF4":
                 b_z = _nf4(
-                    p_x, stride_x, rows, p_codes1, p_absmax1, p_nested1, p_map1, p_offset1, p_values, p_planes, o_n,
-                    m_n, blocks, group, DOUBLE, ASM, PRECISION, M, BLOCK_N, U, STAGES,
+                    p_x, stride_x, rows, p_codes1, p_absmax1, p_nested1, p_map1, p_offset1, p_values, p_planes, o_k,
+                    blocks, group, DOUBLE, ASM, PRECISION, M, BLOCK_N, U, EVEN, STAGES,
                 )  # fmt: skip
             else:
                 b_z = _fp8(
-                    p_x, stride_x, rows, p_codes1, p_absmax1, o_n, m_n, blocks, bm, bn, grid_n, PRECISION, M, BLOCK_N,
-                    U, STAGES,
+                    p_x, stride_x, rows, p_codes1, p_absmax1, o_k, blocks, bm, bn, grid_n, PRECISION, M, BLOCK_N,
+                    U, EVEN, STAGES,
                 )  # fmt: skip
         if WIDTH > 0:
             _await(p_flag, downs)
@@ -411,15 +435,17 @@ def _launch(
     first = weights[0]
     nf4 = isinstance(first.part, NF4)
     bm, bn = first.part.block if isinstance(first.part, FP8) else (1, 32)
+    blocks = cols // (64 if nf4 else 32)
     tiles = triton.cdiv(wide, block_n) if act is not None else sum(triton.cdiv(w.rows, block_n) for w in weights)
     _few[(downs + tiles,)](
         x, x.stride(0), rows, cols, y, y.stride(0), residual, 0 if residual is None else residual.stride(0),
-        hidden, flag, downs, values, planes, cols // (64 if nf4 else 32),
-        first.block // 64 if nf4 else 1, bm, WHOLE if bn >= cols else bn // 32, triton.cdiv(cols, bn), *arguments,
+        hidden, flag, downs, values, planes, blocks, first.block // 64 if nf4 else 1,
+        bm, WHOLE if bn >= cols else bn // 32, triton.cdiv(cols, bn), *arguments,
         FORMAT="NF4" if nf4 else "FP8", DOUBLE=isinstance(first.part, NF4) and first.part.offset is not None,
         ASM=not INTERPRETED and torch.version.hip is None, BIAS=biases[0] is not None, COUNT=len(weights), WIDTH=width,
         RESIDUAL=residual is not None, ACT=act, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", M=m,
-        BLOCK_N=block_n, U=u, STAGES=stages, BLOCK_K=max(256, 4096 // m), num_warps=warps, num_stages=stages,
+        BLOCK_N=block_n, U=u, EVEN=blocks % u == 0, STAGES=stages, BLOCK_K=max(256, 4096 // m),
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y
 
