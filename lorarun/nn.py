@@ -197,7 +197,7 @@ def few_projected(
 
 
 def _flags(device: torch.device) -> Iterator[Tensor]:
-    """Zeros [4] int32, one after the other, for launches that wait for a part of themselves: a fill for all of a pass."""
+    """Zeros, int32 [1, 4] each, for launches that wait for a part of themselves: filled for many at once."""
     while True:
         yield from torch.zeros(256, 4, dtype=torch.int32, device=device).split(1)
 

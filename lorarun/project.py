@@ -362,8 +362,8 @@ def gated_mlp(h: Tensor, gate: Linear, up: Linear, down: Linear, act: str, resid
     branches = [*opened[0], *closed[0]]
     rest = None if residual is None else _rows(residual)
     if opened[1] is None and closed[1] is None:
-        middle = few_projected(_rows(h), (gate, up), opened[0], act=act)
-        if middle is not None and (done := few_projected(middle, (down,), closed[0], rest)) is not None:
+        made = few_projected(_rows(h), (gate, up), opened[0], act=act)
+        if made is not None and (done := few_projected(made, (down,), closed[0], rest)) is not None:
             return done.unflatten(0, h.shape[:-1])
     save, tile = decide((gate, "products"), lambda: (frame().save_products, frame().tile))
     out = _GatedMLP.apply(
