@@ -229,6 +229,19 @@ def _graph(run: Callable[[], None]) -> Callable[[], None]:
 
 
 @contextmanager
+def aside(model: Model) -> Iterator[None]:
+    """Eval mode without gradients; every module's own mode is put back at the end, whatever happens."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
 def rows_with_adapters(model: Model, names: list[str]) -> Iterator[Mixed]:
     """Inside, each token takes the adapter whose number ``which`` of what this gives says, −1 for none."""
     mixed = Mixed(names)

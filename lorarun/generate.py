@@ -14,7 +14,7 @@ import math
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lorarun.answer import Row, Text
 from lorarun.cache import Cache
-from lorarun.decode import Decoder, capacity, dynamic_limit, rows_with_adapters
+from lorarun.decode import Decoder, aside, capacity, dynamic_limit, rows_with_adapters
 from lorarun.load import free_memory
 from lorarun.nn import Mixed, Model
 from lorarun.sampling import Sampling
@@ -107,7 +107,7 @@ def generate(
             rows.append(Row(prompt, len(rows), text, seeds[len(rows)], name))
     groups = _groups(rows, max_new_tokens, dynamic_limit(model), _together(model)) if cache is None else [rows]
     mixing = nullcontext() if names is None else rows_with_adapters(model, sorted({name for name in names if name}))
-    with _aside(model), mixing as mixed:
+    with aside(model), mixing as mixed:
         for group in groups:
             _decode(model, group, stops, max_new_tokens, sampling, logprobs, mixed, cache)
     if stream is True:
@@ -298,16 +298,3 @@ def _groups(rows: Iterable[Row], max_new_tokens: int, limit: int | None, togethe
         group.append(row)
     if group:
         yield group
-
-
-@contextmanager
-def _aside(model: Model) -> Iterator[None]:
-    """Eval mode without gradients; every module's own mode is put back at the end, whatever happens."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
