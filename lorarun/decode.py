@@ -27,7 +27,7 @@ from lorarun.answer import Row
 from lorarun.bucket import sent
 from lorarun.cache import Cache
 from lorarun.graph import capturable, modes
-from lorarun.nn import Linear, Mixed, Model
+from lorarun.nn import Linear, Mixed, Model, touched
 from lorarun.rotary import Rotary
 from lorarun.sampling import Sampling, choose, log_probabilities, uniform
 
@@ -72,9 +72,7 @@ class Decoder:
         if mixed is not None:
             self.adapters = sent(torch.tensor([[mixed.number(row.adapter)] for row in rows]), device)
         self.replay: Callable[[], None] | None = None
-        self.obstacle = None if capture is not None else modes(device) or capturable(model)
-        if dynamic_limit(model) is not None:
-            self.obstacle = "dynamic rotary scaling looks at the positions"
+        self.obstacle = _unfit(model) or (None if capture else modes(device) or capturable(model))
 
     def prefill(self) -> None:
         """Compute what the cache does not hold of the prompts, and choose each row's first token."""
@@ -211,17 +209,35 @@ class Reader:
         return tokens, [None] * len(tokens) if logprobs is None else logprobs.tolist()
 
 
+def _unfit(model: Model) -> str | None:
+    """Why this model's steps are not replayed: what Python does in them would be left out."""
+    if dynamic_limit(model) is not None:
+        return "dynamic rotary scaling looks at the positions"
+    for module in model.modules():
+        if touched(module) or not type(module).__module__.startswith(("lorarun.", "torch.nn.")):
+            return f"a {type(module).__name__} has hooks or is none of lorarun's modules"
+    return None
+
+
 def _graph(run: Callable[[], None]) -> Callable[[], None]:
-    """Capture ``run`` as a CUDA graph with memory of its own."""
+    """Capture ``run`` as a CUDA graph with memory of its own; where that fails, torch is as before."""
     here, stream, graph = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    pool, device = torch.cuda.graph_pool_handle(), torch.cuda.current_device()
+    generator = torch.cuda.default_generators[device]
+    drawn = generator.clone_state()
     stream.wait_stream(here)
     with torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             run()
         except BaseException:
-            with contextlib.suppress(RuntimeError):
+            try:
                 graph.capture_end()
+            except RuntimeError:  # before the allocator has left the pool, and the generator the capture
+                with contextlib.suppress(AttributeError, RuntimeError):
+                    torch._C._cuda_endAllocateToPool(device, pool)
+                    torch._C._cuda_releasePool(device, pool)
+            generator.graphsafe_set_state(drawn)
             raise
         graph.capture_end()
     here.wait_stream(stream)

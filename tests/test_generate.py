@@ -185,10 +185,7 @@ def test_a_replayed_step_is_the_step(tiny: Tiny, name: str, monkeypatch: pytest.
     assert [answer.ids for answer in found] == [answer.ids for answer in expected]
     for one, other in zip(found, expected, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-    if name == "llama-dynamic":
-        assert all(decoder.replay is None for decoder in made)
-    else:
-        assert made[0].replay is not None and made[0].obstacle is None
+    assert all((decoder.replay is None) == bool(decoder.obstacle) == (name == "llama-dynamic") for decoder in made)
 
 
 class Recording(TorchDispatchMode):
