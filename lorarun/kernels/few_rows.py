@@ -296,7 +296,7 @@ def _few(
     pid = tl.program_id(0)
     dtype: tl.constexpr = p_x.dtype.element_ty
     stride_u: tl.constexpr = COUNT * WIDTH
-    if pid < downs:
+    if WIDTH > 0 and pid < downs:
         which = tl.where(pid < r0, 0, tl.where(pid < r0 + r1, 1, 2))
         row = pid - tl.where(pid < r0, 0, tl.where(pid < r0 + r1, r0, r0 + r1))
         p_a = tl.where(pid < r0, p_a0, tl.where(pid < r0 + r1, p_a1, p_a2))
