@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lorarun.kernels.backend import INTERPRETED, autocast, runs_triton, tl, triton, why
+from lorarun.kernels.decode_attention import Step, decode_attention
 from lorarun.kernels.replay import decide, frame, keep
 
 
@@ -571,7 +572,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    spans: Spans | Tensor | None = None,
+    spans: Spans | Step | Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
@@ -584,8 +585,12 @@ def attention(
     and softcap None: none; scale (positive) None: head_dim ** -0.5.  fp64, fp32, bf16 or fp16; softmax and sums in
     fp32 (fp64 for fp64).  Any strides; views of one wider product are read as they are.
 
+    A step of decoding (:mod:`lorarun.kernels.decode_attention`) is told by its ``spans``; the window is in its cache.
+
     Returns [batch, queries, heads, head_dim] in the dtype of q.  Differentiable once in q, k and v.
     """
+    if isinstance(spans, Step):
+        return decode_attention(q, k, v, spans, softcap, scale)
     queries, keys = q.shape[1], k.shape[1]
     if k.shape != v.shape or q.shape[2] % k.shape[2] or q.shape[-1] != k.shape[-1] or queries > keys:
         raise ValueError(
