@@ -191,9 +191,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if rest:
             hidden, weight, targets = rest
             dweight = torch.zeros_like(weight, dtype=upstream.dtype)
+            softcap, scale, smoothing, fused = ctx.how
             for at in range(0, len(hidden), ctx.rows):
                 part = slice(at, at + ctx.rows)
-                _, grad = _chunk(hidden[part], weight, targets[part], *ctx.how, gradient=True)
+                _, grad = _chunk(hidden[part], weight, targets[part], softcap, scale, smoothing, fused, gradient=True)
                 assert grad is not None
                 dweight += (grad * upstream[part].unsqueeze(-1).to(grad.dtype)).T @ hidden[part]
                 del grad
