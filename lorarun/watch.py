@@ -41,8 +41,8 @@ def plot(rows: Iterable[Row], path: str | Path, label: str, keys: Mapping[str, s
     except ImportError:
         return False
     rows = list(rows)
-    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel=label)
+    figure = Figure(figsize=(7, 4), dpi=120)
+    axes = figure.add_axes((0.12, 0.12, 0.86, 0.85), xlabel="step", ylabel=label)
     for color, (key, legend) in zip(("C0", "C1"), keys.items(), strict=False):
         points = [(row["step"], row[key]) for row in rows if row.get(key) is not None and math.isfinite(row[key])]
         if not points:

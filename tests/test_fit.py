@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -117,6 +118,25 @@ def test_the_schedule_advances_once_a_step(model, tmp_path):
     assert [line["tokens"] / one for line in metrics(result)] == [5 / 4] * 9 + [3 / 4]
 
 
+def test_a_step_is_the_same_however_it_is_cut_and_packed(model, tmp_path):
+    """1 × 8 = 2 × 4 = 4 × 2 = 8 × 1 rows of one length, packed and padded: loss and gradient of every step."""
+    rows = [{"prompt": f"what {i % 10}", "completion": f" fox {i // 10}"} for i in range(24)]
+    lengths = {len(document.ids) for document in prepare(rows, model.tokenizer).documents}
+    assert len(lengths) == 1
+    before, expected = trained(model), None
+    for cut in (1, 2, 4, 8):
+        for pack in (True, False):
+            model.load_state_dict(before, strict=False)
+            how = {"max_tokens": 8 // cut * max(lengths), "accumulate": cut, "pack": pack, "lr": 1e-3, "warmup": 0}
+            lines = metrics(lorarun.fit(model, rows, tmp_path, **how))
+            found = [(line["loss"], line["grad_norm"]) for line in lines]
+            expected = expected or found
+            assert len(found) == 3 and [line["tokens"] for line in lines] == [8 * max(lengths)] * 3
+            # The second and third come behind steps of AdamW, from a B of zero: see tests/test_distributed.py.
+            assert found[0] == pytest.approx(expected[0], rel=1e-5)
+            assert [x for pair in found for x in pair] == pytest.approx([x for p in expected for x in p], rel=1e-3)
+
+
 def test_steps_take_as_many_passes_as_they_need_and_orders_follow_the_seed(model, tmp_path):
     before = trained(model)
 
@@ -128,6 +148,29 @@ def test_steps_take_as_many_passes_as_they_need_and_orders_follow_the_seed(model
     assert len(first) == 8
     assert first == run(steps=8)
     assert first != run(steps=8, seed=1)
+
+
+def test_the_account_of_bad_rows_comes_before_the_first_step(model, tmp_path, capsys):
+    def row(user, *answers):
+        said = [{"role": "assistant", "content": answer} for answer in answers]
+        return {"messages": [{"role": "user", "content": user}, *said]}
+
+    bad = [row("what", ""), row("what"), row("what", "fox " * 30_000), row("what <|im_end|>\n<|im_start|>", "fox")]
+    with pytest.warns(UserWarning, match="answers are empty in row 57: they are not learned"):
+        lorarun.fit(model, [*ROWS * 2, *ROWS[:8], *bad], tmp_path, steps=1, warmup=0)
+    said = capsys.readouterr().err
+    left_out = "4 of 60 rows left out: 1 longer than 2048 tokens (row 59), 2 nothing to learn (rows 57, 58), 1 with con"
+    assert left_out in said
+    assert said.index("training on 56 rows: ") < said.index("step 1/1")
+    with pytest.raises(ValueError, match="there is nothing to learn: 2 of 2 rows left out"):
+        lorarun.fit(model, [row("what"), row("who")], tmp_path / "none")
+    rows = [row("what", "fox")] * 100
+    rows[56] = {"messages": [{"role": "usr", "content": "what"}]}
+    with pytest.raises(ValueError, match="^row 57: role 'usr' is unknown"):
+        lorarun.fit(model, rows, tmp_path / "none")
+    with pytest.raises(ValueError, match="^row 57: "):  # held-out rows too
+        lorarun.fit(model, ROWS, tmp_path / "none", eval_rows=rows)
+    assert not (tmp_path / "none").exists()
 
 
 def test_rates_by_the_kind_of_parameter_and_a_decay_at_the_end(model, tmp_path):
@@ -237,6 +280,106 @@ def test_samples_are_written_whenever_the_model_is_looked_at(model, tmp_path, ca
     again = lorarun.add_lora(load(tmp_path / "base", template="chatml"), r=4, seed=0)
     assert [line["loss"] for line in metrics(lorarun.fit(again, ROWS, tmp_path / "out", steps=4, **HOW))] == losses
     assert not (tmp_path / "out" / "samples.jsonl").exists()
+
+
+# --- more rows than memory holds -------------------------------------------------------------------------------------
+
+
+class Counted:
+    """Rows that are made when they are asked for, again in each pass."""
+
+    def __init__(self, rows):
+        self.rows, self.read, self.passes = rows, 0, 0
+
+    def __iter__(self):
+        self.passes += 1
+        for row in self.rows:
+            self.read += 1
+            yield row
+
+
+def test_a_stream_is_read_as_it_is_used(model, tmp_path, capsys, monkeypatch):
+    """Never more ahead than the buffer, the batch at hand and the next; over as many passes as the steps need."""
+    rows, ahead = Counted(ROWS), []
+    real = loop.accumulated
+    monkeypatch.setattr(loop, "accumulated", lambda *a: ahead.append((rows.passes, rows.read)) or real(*a))
+    result = lorarun.fit(model, rows, tmp_path, steps=30, buffer=4, max_tokens=longest(model), pack=False, lr=1e-2)
+    assert "training on rows that are read on the way" in capsys.readouterr().err
+    assert result.steps == 30 and rows.passes == 2 and result.last_loss < result.first_loss
+    assert [read for _, read in ahead[:19]] == list(range(5, 24))  # four held, and one that does not fit any more
+
+
+def test_the_run_ends_with_an_iterator(model, tmp_path, capsys):
+    result = lorarun.fit(
+        model, iter(ROWS), tmp_path, steps=99, warmup=0, buffer=4, max_tokens=longest(model), pack=False, accumulate=5,
+        eval_rows=ROWS[:2], save_every=50,
+    )  # fmt: skip
+    assert result.steps == 5 and result.eval_after is not None and not result.interrupted
+    assert [line["supervised"] for line in metrics(result)[1:]] == [30] * 4 + [24]
+    assert "the rows ended after 5 of 99 steps" in capsys.readouterr().err
+    assert (tmp_path / "checkpoints" / "step-00000005").is_dir()
+
+
+def test_a_broken_row_of_a_stream_is_named_and_nothing_is_lost(model, tmp_path):
+    rows = [*ROWS[:12], {"messages": [{"role": "usr", "content": "what"}]}, *ROWS[12:]]
+    with pytest.raises(ValueError, match=r"row 13: role 'usr' is unknown"):
+        lorarun.fit(model, rows, tmp_path, steps=20, buffer=2, max_tokens=longest(model), lr=1e-2, warmup=0)
+    again = lorarun.lora_parameters(load(tmp_path / "base", adapter=tmp_path / "adapter"))
+    assert all(map(torch.equal, lorarun.lora_parameters(model), again)) and any(p.any() for p in again[1::2])
+    model.model.embed_tokens.weight = torch.nn.Parameter(torch.zeros(200, 64), requires_grad=False)
+    with pytest.raises(ValueError, match=r"fit: the rows have id \d+, the model's table ends at 199"):
+        lorarun.fit(model, ROWS, tmp_path, steps=2, buffer=4)
+
+
+# --- watching --------------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_and_wandb_are_told_when_asked(model, tmp_path, monkeypatch, capsys):
+    """Stand-ins for both, for neither is needed; what they are given is what metrics.jsonl has."""
+    told = {"board": [], "run": []}
+
+    class Writer:
+        def __init__(self, folder):
+            assert folder == str(tmp_path / "out" / "tensorboard")
+
+        def add_text(self, tag, text):
+            assert tag == "settings" and "lr: 0.01" in text and "base: Llama" in text
+
+        def add_scalar(self, key, value, step):
+            told["board"].append((step, key, value))
+
+        def flush(self):
+            pass
+
+    class Client:
+        @staticmethod
+        def init(dir, config):  # noqa: A002 - as it is called there
+            assert dir == str(tmp_path / "out") and config["lr"] == 1e-2
+            return Client()
+
+        def log(self, numbers, step):
+            told["run"] += [(step, key, value) for key, value in numbers.items()]
+            if step == 3:
+                raise ConnectionError("gone")
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setitem(sys.modules, "wandb", Client)
+    result = lorarun.fit(
+        model, ROWS, tmp_path / "out", steps=4, eval_rows=ROWS[:2], watch=["tensorboard", "wandb"], **HOW
+    )  # fmt: skip
+    written = [(row["step"], k, v) for row in metrics(result) for k, v in row.items() if k != "step"]
+    assert told["board"] == written
+    assert told["run"] == [row for row in written if row[0] <= 3]
+    assert "a watcher is dropped: ConnectionError: gone" in capsys.readouterr().err
+    assert result.steps == 4
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_watcher_that_is_not_installed_is_named(model, tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if name == "tensorboard" else name, None)
+    with pytest.raises(ValueError, match=f"watch: .* is not installed .*pip install {name}"):
+        lorarun.fit(model, ROWS, tmp_path / "out", watch=[name])
+    assert not (tmp_path / "out").exists()
 
 
 # --- stopping --------------------------------------------------------------------------------------------------------
