@@ -70,11 +70,14 @@ def share(items: Sequence[T]) -> list[tuple[int, T]]:
     return list(enumerate(items))[rank() :: size()]
 
 
-def total(numbers: Tensor) -> Tensor:
-    """The sum of ``numbers`` over all processes."""
-    if size() > 1:
-        dist.all_reduce(numbers)
-    return numbers
+def total(numbers: Sequence[float], device: torch.device) -> list[float]:
+    """The sum of each number over all processes; device: where the model is."""
+    if size() == 1:
+        return list(numbers)
+    summed = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(summed)
+    found: list[float] = summed.tolist()
+    return found
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], number: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from lorarun.data import Batches, Prepared, Streamed, batches, prepare
 from lorarun.loop import Fit, Plan, train
 from lorarun.memory import follow
 from lorarun.nn import Model
-from lorarun.optim import LOSS_SCALE, Optimizer, as_steps
+from lorarun.optim import Optimizer, as_steps, starting_scale
 from lorarun.resume import check_identity, checkpoints, clear_partial, digest_of, identity_of, read_checkpoint
 from lorarun.watch import WATCHERS
 
@@ -104,35 +104,25 @@ def fit(
     parameters = trainable(model)
     out = Path(out)
     stored = _stored(out, resume)
-    if accumulate is None:
-        accumulate = stored["identity"]["accumulate"] if stored else distributed.size()
-    if accumulate < distributed.size():
-        raise ValueError(
-            f"fit: accumulate={accumulate} batches make a step, so of {distributed.size()} processes "
-            f"{distributed.size() - accumulate} would have nothing to do; give at least as many, or leave it out."
-        )
+    accumulate = _accumulate(accumulate, stored)
     if eval_fraction:
         rows, eval_rows = hold_out(list(rows), eval_rows, eval_fraction, seed)
-    how: dict[str, Any] = {"max_tokens": max_tokens, "fold_system": fold_system}
-    held: Batches | None = None if eval_rows is None else batches(eval_rows, model.tokenizer, pack=pack, **how)
-    order = {**how, "pack": pack, "shuffle": True}
-    passes: Iterable[Batches | Streamed]
-    if buffer is None:
-        prepared = prepare(rows, model.tokenizer, **how)
+    how = {"max_tokens": max_tokens, "pack": pack, "fold_system": fold_system}
+    held = None if eval_rows is None else batches(eval_rows, model.tokenizer, **how)  # type: ignore[call-overload]
+    passes, prepared, steps = _data(model, rows, how, seed, epochs, steps, accumulate, buffer)
+    if prepared:
         check_ids(model, *[prepared, held.prepared] if held else [prepared])
-        passes, steps = _passes(model, prepared, order, seed, epochs, steps, accumulate)
-        data = f"{summary(prepared)}, {digest_of(prepared.documents)}"
-    else:
-        passes, data, prepared = _streams(model, rows, order, seed, buffer), "a stream", None
-    assert steps is not None
     ramp, fall = as_steps(warmup, steps), None if decay is None else as_steps(decay, steps)
     check_schedule(steps, ramp, fall, warmup, decay)
-    identity = {
-        **identity_of(model), "rows": data, "steps": steps, "accumulate": accumulate, "lr": lr, "warmup": ramp,
-        "decay": fall, "schedule": schedule, "clip": clip, "weight_decay": weight_decay, "optimizer": optimizer,
-        "b_ratio": b_ratio, "embedding_lr": embedding_lr, "smoothing": smoothing, "max_tokens": max_tokens,
-        "pack": pack, "fold_system": fold_system, "seed": seed, "buffer": buffer,
+    settings = {
+        "rows": "a stream" if prepared is None else summary(prepared),
+        "rows' digest": None if prepared is None else digest_of(prepared.documents),
+        "steps": steps, "accumulate": accumulate, "lr": lr, "warmup": ramp, "decay": fall, "schedule": schedule,
+        "clip": clip, "weight_decay": weight_decay, "optimizer": optimizer, "b_ratio": b_ratio,
+        "embedding_lr": embedding_lr, "smoothing": smoothing, "seed": seed, "buffer": buffer,
+        **how, **identity_of(model),
     }  # fmt: skip
+    identity = {key: str(value) for key, value in settings.items()}
     _agree(identity)
     if stored:
         check_identity(stored["identity"], identity, stored["folder"])
@@ -144,11 +134,10 @@ def fit(
     follow(model, max_tokens)
     distributed.spread(list(parameters.values()))
     model.clock.seed, model.clock.step = distributed.gathered((model.clock.seed, model.clock.step))[0]
-    narrow = model.dtype == torch.float16 or any(p.dtype == torch.float16 for p in parameters.values())
     made = Optimizer(
-        parameters, weight_decay, clip, optimizer, b_ratio, (embedding_lr or lr) / lr, LOSS_SCALE if narrow else None
+        parameters, weight_decay, clip, optimizer, b_ratio, (embedding_lr or lr) / lr, starting_scale(model)
     )
-    watchers = [WATCHERS[name](out, identity) for name in watch] if distributed.rank() == 0 else []
+    watchers = [WATCHERS[name](out, settings) for name in watch] if distributed.rank() == 0 else []
     return train(model, made, plan, stored, watchers)
 
 
@@ -171,25 +160,41 @@ def _stored(out: Path, resume: bool) -> dict[str, Any] | None:
     return {**read_checkpoint(found[-1]), "folder": found[-1]}
 
 
-def _passes(
-    model: Model, prepared: Prepared, order: dict[str, Any], seed: int, epochs: int, steps: int | None, accumulate: int
-) -> tuple[list[Batches], int]:
-    """As many passes over the rows as are needed, plans without tensors, and the number of steps."""
-    passes: list[Batches] = []
+def _accumulate(given: int | None, stored: dict[str, Any] | None) -> int:
+    """How many batches make a step: by default as many as in the run that goes on, or one for each process."""
+    size = distributed.size()
+    if given is None:
+        return int(stored["identity"]["accumulate"]) if stored else size
+    if given < size:
+        raise ValueError(
+            f"fit: accumulate={given} batches make a step, so of {size} processes {size - given} would have nothing to "
+            "do; give at least as many, or leave it out."
+        )
+    return given
+
+
+def _data(
+    model: Model, rows: Iterable[Mapping[str, Any]], how: dict[str, Any], seed: int, epochs: int, steps: int | None,
+    accumulate: int, buffer: int | None,
+) -> tuple[Iterable[Batches | Streamed], Prepared | None, int]:  # fmt: skip
+    """As many passes over the rows as are needed, the rows as documents, and the number of steps.
+
+    Passes over a stream come one after the other without end, or one where it can be read only once.
+    """
+    tokenizer = model.tokenizer
+    if buffer is not None:
+        assert steps is not None
+        numbers = range(1) if iter(rows) is rows else itertools.count()
+        many = (batches(rows, tokenizer, shuffle=True, seed=seed + n, buffer=buffer, **how) for n in numbers)
+        return many, None, steps
+    prepared = prepare(rows, tokenizer, how["max_tokens"], how["fold_system"])
+    passes: list[Batches] = []  # plans without tensors
     while len(passes) < epochs if steps is None else sum(map(len, passes)) < steps * accumulate:
-        passes.append(batches(prepared, model.tokenizer, seed=seed + len(passes), **order))
-    return passes, math.ceil(sum(map(len, passes)) / accumulate) if steps is None else steps
+        passes.append(batches(prepared, tokenizer, shuffle=True, seed=seed + len(passes), **how))
+    return passes, prepared, math.ceil(sum(map(len, passes)) / accumulate) if steps is None else steps
 
 
-def _streams(
-    model: Model, rows: Iterable[Mapping[str, Any]], order: dict[str, Any], seed: int, buffer: int
-) -> Iterator[Streamed]:
-    """A pass over the rows after the other; only one where they can be read only once."""
-    passes = range(1) if iter(rows) is rows else itertools.count()
-    return (batches(rows, model.tokenizer, seed=seed + number, buffer=buffer, **order) for number in passes)
-
-
-def _agree(identity: dict[str, Any]) -> None:
+def _agree(identity: dict[str, str]) -> None:
     """ValueError where the processes were given different runs."""
     for rank, other in enumerate(distributed.gathered(identity)):
         wrong = [f"{key} is {other[key]}, not {own}" for key, own in identity.items() if other[key] != own]

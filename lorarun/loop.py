@@ -64,7 +64,7 @@ class Plan(NamedTuple):
     samples: Sequence[Any]
     save_every: int | None
     keep: int
-    identity: dict[str, Any]  # all that would make it another run
+    identity: dict[str, str]  # all that would make it another run
     out: Path
 
 
@@ -194,6 +194,8 @@ def why_skipped(model: Model, step: Sequence[Batch], clock: int, broken: Sequenc
     clock: ``model.clock.step`` before the step.  broken: the parameters whose gradients are not finite, in the model's
     order.
     """
+    if math.isfinite(mean) and broken == ["their norm"]:
+        return "the norm of the gradient is not finite, though all its parts are"
     if math.isfinite(mean):
         return f"on the way back {broken[-1]} is the first of {len(broken)} gradients that are not finite"
     after, where = model.clock.step, None

@@ -64,6 +64,11 @@ def factor_of(name: str, b_ratio: float, embedding_ratio: float) -> float:
     return b_ratio if {"lora_B", "lora_embedding_B"} & set(parts) else 1.0
 
 
+def starting_scale(model: nn.Module) -> float | None:
+    """The loss scale that training starts with, None where nothing of float16 flows back."""
+    return LOSS_SCALE if any(p.dtype == torch.float16 for p in model.parameters()) else None
+
+
 class Optimizer:
     """AdamW with clipping, and a refusal to step where a gradient is not finite.
 

@@ -118,6 +118,7 @@ class Progress:
         self.flush()
         if not self.mute and not self._file.closed:
             self._file.close()
+            self._tell(None)
             self.plot = draw(self.rows, self.folder)
 
     def flush(self) -> int:
@@ -136,6 +137,9 @@ class Progress:
             self._file.flush()
         except OSError as error:  # a full disk must not end the training
             self.note(f"{self.metrics} cannot be written: {error}")
+        self._tell(line)
+
+    def _tell(self, line: dict[str, Any] | None) -> None:
         for watcher in list(self.watchers):
             try:
                 watcher(line)

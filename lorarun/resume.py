@@ -175,7 +175,7 @@ def identity_of(model: Model) -> dict[str, Any]:
     }
 
 
-def check_identity(stored: Mapping[str, Any], own: Mapping[str, Any], folder: Path) -> None:
+def check_identity(stored: Mapping[str, str], own: Mapping[str, str], folder: Path) -> None:
     """ValueError that names everything in which this run differs from that of the checkpoint."""
     wrong = [
         f"{key} is {own.get(key, 'absent')}, there it was {stored.get(key, 'absent')}"

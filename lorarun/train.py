@@ -157,15 +157,15 @@ def evaluate(model: Model, held_out: Iterable[Batch | Mapping[str, Any]]) -> Eva
     training = model.training
     model.eval()
     try:
-        sums = torch.zeros(3, dtype=torch.float64, device=model.device)  # losses, hits, tokens
+        total = right = count = 0.0
         for batch in islice(held_out, distributed.rank(), None, distributed.size()):
             batch = as_batch(batch)
             goal, rows = _goal(model, batch)
             given = Given(batch.ids, batch.positions, batch.documents, goal, len(rows), 1.0)
             inputs = _there(model, given, rows)
             losses, hits = linear_scores(_picked(model, inputs), model.lm_head.weight, inputs.goal, model.softcap)
-            sums += torch.stack([losses.double().sum(), hits.double().sum(), sums.new_tensor(len(rows))])
-        total, right, count = distributed.total(sums).tolist()
+            total, right, count = total + float(losses.sum()), right + float(hits.sum()), count + len(rows)
+        total, right, count = distributed.total([total, right, count], model.device)
         if not count:
             raise ValueError("evaluate: no token is supervised; is this an iterator that was used up before?")
         mean = total / count

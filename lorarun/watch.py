@@ -1,7 +1,7 @@
 """A run's numbers as pictures, and for those who ask, in TensorBoard or Weights & Biases.
 
-A watcher is a function that is given each complete row of ``metrics.jsonl``; whatever it does, the run does not wait
-for it to be understood: an error ends the watcher, not the training.
+A watcher is a function that is given each complete row of ``metrics.jsonl``, and None when the run is over.  What goes
+wrong in it ends the watcher, not the training.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
-Watcher = Callable[[Row], None]
+Watcher = Callable[[Row | None], None]
 
 # What is drawn: the file's name, the axis, and the keys of a row with what the legend calls them.
 PLOTS: dict[str, tuple[str, dict[str, str]]] = {
@@ -42,7 +42,7 @@ def plot(rows: Iterable[Row], path: str | Path, label: str, keys: Mapping[str, s
         return False
     rows = list(rows)
     figure = Figure(figsize=(7, 4), dpi=120)
-    axes = figure.add_axes((0.12, 0.12, 0.86, 0.85), xlabel="step", ylabel=label)
+    axes = figure.add_axes((0.12, 0.12, 0.85, 0.81), xlabel="step", ylabel=label)
     for color, (key, legend) in zip(("C0", "C1"), keys.items(), strict=False):
         points = [(row["step"], row[key]) for row in rows if row.get(key) is not None and math.isfinite(row[key])]
         if not points:
@@ -74,7 +74,10 @@ def tensorboard(folder: Path, settings: Mapping[str, Any]) -> Watcher:
     writer = SummaryWriter(str(folder / "tensorboard"))
     writer.add_text("settings", "\n".join(f"    {key}: {value}" for key, value in settings.items()))
 
-    def write(row: Row) -> None:
+    def write(row: Row | None) -> None:
+        if row is None:
+            writer.close()
+            return
         for key, value in _numbers(row).items():
             writer.add_scalar(key, value, row["step"])
         writer.flush()
@@ -89,8 +92,9 @@ def wandb(folder: Path, settings: Mapping[str, Any]) -> Watcher:
         import wandb as client  # noqa: PLC0415 - optional
     except ImportError as error:
         raise ValueError(f"watch: Weights & Biases is not installed ({error}); pip install wandb.") from error
+    folder.mkdir(parents=True, exist_ok=True)
     run = client.init(dir=str(folder), config=dict(settings))
-    return lambda row: run.log(_numbers(row), step=row["step"])
+    return lambda row: run.finish() if row is None else run.log(_numbers(row), step=row["step"])
 
 
 WATCHERS: dict[str, Callable[[Path, Mapping[str, Any]], Watcher]] = {"tensorboard": tensorboard, "wandb": wandb}

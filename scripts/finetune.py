@@ -2,7 +2,6 @@
 """Fine-tune a model with LoRA, with the whole training loop in the open: copy this file and change what you need.
 
     python scripts/finetune.py llama-3.2-1b-instruct --data rows.jsonl --eval held_out.jsonl --question "Who are you?"
-
     torchrun --nproc-per-node 4 scripts/finetune.py …            # the same on four GPUs, each step shared among them
 
 `lorarun.fit` has the same loop behind one call, and checkpoints to resume from, early stopping and samples besides.
@@ -24,7 +23,7 @@ from lorarun import distributed
 from lorarun.checks import check_ids, summary, trainable
 from lorarun.data import prepare, read_rows
 from lorarun.nn import Model
-from lorarun.optim import Optimizer, learning_rate
+from lorarun.optim import Optimizer, learning_rate, starting_scale
 from lorarun.progress import Progress
 from lorarun.train import accumulated, tokens
 
@@ -75,7 +74,7 @@ def main() -> None:
     if first:
         print(f"training on {summary(data)}, in {steps} steps of up to {most:,} tokens", file=sys.stderr)
     ask(model, args.question, "Before training")
-    optimizer, taken = Optimizer(trainable(model), clip=1.0), 0
+    optimizer, taken = Optimizer(trainable(model), clip=1.0, loss_scale=starting_scale(model)), 0
     pack = functools.partial(lorarun.batches, data, model.tokenizer, args.max_tokens, shuffle=True)
     stream = itertools.chain.from_iterable(pack(seed=epoch) for epoch in itertools.count(args.seed))  # pass after pass
     with Progress(args.out, steps, mute=not first) as progress:
@@ -83,7 +82,7 @@ def main() -> None:
         try:
             for step in range(steps):
                 batches = list(itertools.islice(stream, size))  # one for each process, in one optimizer step
-                loss, learned = accumulated(model, batches)  # the mean over all their tokens, and its gradients
+                loss, learned = accumulated(model, batches, scale=optimizer.scale)  # the mean over all their tokens
                 rate = learning_rate(step, steps, args.lr, steps // 20)
                 norm, broken = optimizer.step(rate)
                 taken += not broken

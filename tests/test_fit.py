@@ -351,6 +351,9 @@ def test_tensorboard_and_wandb_are_told_when_asked(model, tmp_path, monkeypatch,
         def flush(self):
             pass
 
+        def close(self):
+            told["board"].append("closed")
+
     class Client:
         @staticmethod
         def init(dir, config):  # noqa: A002 - as it is called there
@@ -362,13 +365,16 @@ def test_tensorboard_and_wandb_are_told_when_asked(model, tmp_path, monkeypatch,
             if step == 3:
                 raise ConnectionError("gone")
 
+        def finish(self):
+            told["run"].append("finished")
+
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
     monkeypatch.setitem(sys.modules, "wandb", Client)
     result = lorarun.fit(
         model, ROWS, tmp_path / "out", steps=4, eval_rows=ROWS[:2], watch=["tensorboard", "wandb"], **HOW
     )  # fmt: skip
     written = [(row["step"], k, v) for row in metrics(result) for k, v in row.items() if k != "step"]
-    assert told["board"] == written
+    assert told["board"] == [*written, "closed"]
     assert told["run"] == [row for row in written if row[0] <= 3]
     assert "a watcher is dropped: ConnectionError: gone" in capsys.readouterr().err
     assert result.steps == 4
@@ -430,6 +436,7 @@ def test_a_gradient_that_overflows_is_named_by_the_layer_it_begins_in(model, tmp
     model.model.layers[2].register_forward_hook(lambda module, args, out: out.register_hook(poison) and None)
     result = lorarun.fit(model, ROWS, tmp_path, steps=3, lr=1e-2, max_tokens=150, warmup=0)
     assert (result.steps, result.skipped) == (2, 1)
+    assert loop.why_skipped(model, [], 0, ["their norm"], 1.0).startswith("the norm of the gradient is not finite")
     where = metrics(result)[1]["skipped"]
     assert where.startswith("on the way back model.layers.2.mlp.down_proj.lora_B.default.weight is the first of 4")
 

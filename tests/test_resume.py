@@ -230,9 +230,9 @@ def test_another_run_is_refused_by_what_differs(base, tiny, tmp_path, capsys):
     tensors["model.layers.1.mlp.down_proj.weight"] *= 1.5
     save_file(tensors, edited / "model.safetensors", metadata={"format": "pt"})
     for message, folder, given in (
-        (r"rows is 24 rows: .*, there it was 24 rows: ", base, {"rows": changed}),
+        (r"rows' digest is \w+, there it was \w+\.", base, {"rows": changed}),
         (r"rows is 23 rows: ", base, {"rows": ROWS[1:]}),
-        (r"rows is ", base, {"rows": ROWS[::-1]}),
+        (r"rows' digest is ", base, {"rows": ROWS[::-1]}),
         (r"adapter's r is 8, there it was 4; trained is 56 tensors of ", base, {"lora": {"r": 8}}),
         (r"adapter's alpha is 32, there it was 16", base, {"lora": {"alpha": 32}}),
         (r"adapter's targets is .*q_proj", base, {"lora": {"targets": ["q_proj"]}}),
@@ -296,3 +296,32 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(base, tmp_path, monkeypa
     assert result.steps == 6
     assert [path.name for path in resume.checkpoints(tmp_path)] == ["step-00000002", "step-00000006"]
     assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit", "paged_adamw", "paged_adamw8bit"])
+def test_a_run_on_an_accelerator_goes_on(base, tmp_path, device, kind):
+    """With captured steps, which hold pointers to what is restored; kernels may add in another order, so not to the
+    bit."""
+    how = {"steps": 8, "lr": 1e-2, "max_tokens": 150, "warmup": 2, "save_every": 3, "optimizer": kind}
+
+    def fresh():
+        return lorarun.add_lora(lorarun.load(base, template="chatml"), r=64, seed=0, dropout=0.1)
+
+    lorarun.fit(fresh(), ROWS, tmp_path / "whole", **how)
+    broken = fresh()
+    real, calls = loop.accumulated, []
+
+    def failing(*args):
+        calls.append(None)
+        if len(calls) == 5:
+            raise Planted
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Planted):
+        patch.setattr(loop, "accumulated", failing)
+        lorarun.fit(broken, ROWS, tmp_path / "out", **how)
+    again = broken if kind == "adamw" else fresh()  # the former has graphs already
+    lorarun.fit(again, ROWS, tmp_path / "out", resume=True, **how)
+    ours, theirs = ([row["loss"] for row in rows(tmp_path / name)] for name in ("out", "whole"))
+    assert ours == pytest.approx(theirs, rel=5e-3) and theirs[-1] < 0.9 * theirs[0]
