@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,24 @@ from torch import Tensor, nn
 
 from lorarun.nn import Adapter, Linear, Model
 from lorarun.quant.store import Store
+from lorarun.trained import (
+    EMBEDDING,
+    HEAD,
+    TABLES,
+    add_copies,
+    add_rows,
+    add_table,
+    changes,
+    find_copies,
+    is_tied,
+    merge_trained,
+    parameters_of,
+    switch,
+    touches_tables,
+    unmerge_trained,
+    untie,
+    weighted,
+)
 
 # The projections of a block, by the input they read.  Those that share an input share its dropout mask.
 INPUTS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1, "gate_proj": 2, "up_proj": 2, "down_proj": 3}
@@ -39,6 +57,11 @@ class Lora:
     layers: list[int] | None
     modules: list[str]  # full names of the projections that carry it
     seed: int | None = None
+    tables: list[str] = field(default_factory=list)  # the embedding and the head, where they have a low-rank update
+    modules_to_save: list[str] = field(default_factory=list)  # as asked
+    copies: list[str] = field(default_factory=list)  # full names of the modules of which it holds copies
+    tokens: dict[str, list[int]] = field(default_factory=dict)  # ids whose rows it trains, by table
+    tied: bool = False  # whether what it has for the embedding serves a tied head too, and the other way round
 
     @property
     def scale(self) -> float:

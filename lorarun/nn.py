@@ -25,6 +25,7 @@ from lorarun.kernels.rope import rope
 from lorarun.kernels.scaled import ScaledWeight
 from lorarun.quant.store import Store, stores
 from lorarun.rotary import Tables
+from lorarun.weighted import Weighted, replace_columns, replace_rows
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Factor(nn.Module):
         self.weight = nn.Parameter(weight)
 
 
-class Linear(nn.Module):
+class Linear(Weighted):
     """y = x · Wᵀ + b, plus the update of the active adapter.
 
     ``weight`` [out, in], a Parameter or a frozen store (:mod:`lorarun.quant.store`); ``bias`` [out] or None.  The
@@ -79,42 +80,48 @@ class Linear(nn.Module):
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.weight: Any = nn.Parameter(torch.empty(out_features, in_features))
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.adapters: dict[str, Adapter] = {}
         self.lora_A: Any  # module dictionaries of factors, there when there are adapters
         self.lora_B: Any
         self.active: str | None = None  # the adapter that runs
-        self.merged: tuple[str, Tensor] | None = None  # (adapter, the weight before it was added)
         self.scaled: ScaledWeight | None = None  # FP8 copies, shared by all projections of one input
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, row: int = 0) -> Tensor:
+        """``row``: where the rows of x start in the input that dropout's mask belongs to, when they are a part of
+        it."""
         if isinstance(self.weight, Store):
             h = x.to(_autocast_dtype(x))
             bias = None if self.bias is None else self.bias.to(h.dtype)
             y: Tensor = _StoredLinear.apply(h, self.weight, bias)
         else:
             h = x.to(self.weight.dtype)
-            y = F.linear(h, self.weight, self.bias)
-        y = self.adapt(y, h)
+            copy = self.copy()
+            bias = self.bias if copy is None or copy.bias is None else copy.bias.to(h.dtype)
+            y = F.linear(h, self.effective(), bias)
+        y = self.adapt(y, h, row)
+        if (rows := self.rows()) is not None:
+            y = replace_columns(y, h, rows)
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
-    def adapt(self, y: Tensor, x: Tensor) -> Tensor:
+    def adapt(self, y: Tensor, x: Tensor, row: int = 0) -> Tensor:
         """y, the product with the weight, plus the update of the active adapter for the same input x."""
         branch, drop = self.running()
         if branch.a is None or branch.b is None:
             return y
-        return y + low_rank(x if drop is None else dropout(x, *drop), branch.a, branch.b, branch.scale)
+        dropped = x if drop is None else dropout(x, *drop._replace(row=row))
+        return y + low_rank(dropped, branch.a, branch.b, branch.scale)
 
     def running(self) -> tuple[Branch, Dropout | None]:
         """The adapter that runs (none when it is merged), and its dropout where that is on.
 
         Now, or inside a model at the time when this pass through it began.
         """
-        running: tuple[Branch, Dropout | None] = decide(self, self._running)
+        running: tuple[Branch, Dropout | None] = decide(self, self._adapter)
         return running
 
-    def _running(self) -> tuple[Branch, Dropout | None]:
+    def _adapter(self) -> tuple[Branch, Dropout | None]:
         name = self.active if self.merged is None else None
         if name is None:
             return Branch(self.out_features), None
@@ -126,14 +133,6 @@ class Linear(nn.Module):
     def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
         """A [rank, in] and B [out, rank] of an adapter."""
         return self.lora_A[name].weight, self.lora_B[name].weight
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if self.merged is not None:
-            raise ValueError(
-                f"state_dict: the adapter {self.merged[0]!r} is merged into {prefix}weight and would be applied twice "
-                "when this is loaded. Call unmerge(model) first; save_merged writes a merged checkpoint."
-            )
-        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def attach(self, name: str, adapter: Adapter, a: Tensor, b: Tensor) -> None:
         """Add an adapter with A [rank, in] and B [out, rank] as trainable parameters; it is not made active."""
@@ -168,7 +167,7 @@ class _StoredLinear(torch.autograd.Function):
         return dx, None, dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Weighted):
     """RMSNorm over the last dimension; ``plus_one`` for Gemma's 1 + w.  See :mod:`lorarun.kernels.rms_norm`."""
 
     def __init__(self, dim: int, eps: float, plus_one: bool = False) -> None:
@@ -177,7 +176,7 @@ class RMSNorm(nn.Module):
         self.eps, self.plus_one = eps, plus_one
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, self.plus_one)
+        return rms_norm(x, self.effective(), self.eps, self.plus_one)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, plus_one={self.plus_one}"
@@ -189,7 +188,8 @@ def add_norm(x: Tensor, delta: Tensor | None, norm: RMSNorm, post: RMSNorm | Non
     x, delta [batch, seq, hidden].  With delta None the stream passes unchanged.
     """
     if untouched(norm) and (post is None or untouched(post)):
-        return add_rms_norm(x, delta, norm.weight, norm.eps, norm.plus_one, None if post is None else post.weight)
+        after = None if post is None else post.effective()
+        return add_rms_norm(x, delta, norm.effective(), norm.eps, norm.plus_one, after)
     if delta is not None:
         x = x + (delta if post is None else post(delta))
     return x, norm(x)
@@ -211,20 +211,47 @@ def touched(module: nn.Module) -> bool:
     return "forward" in vars(module) or any(hooks)
 
 
-class Embedding(nn.Module):
-    """Rows of a table [vocab, hidden], times ``scale`` where a family has one.
+class Embedding(Weighted):
+    """Rows of a table [vocab, hidden], times ``scale`` where a family has one, plus the update of the active adapter.
 
-    The scale is first rounded to the table's dtype, as Gemma was trained: √3072 is 55.5 in bf16, not 55.4256.
+    The scale is first rounded to the table's dtype, as Gemma was trained: √3072 is 55.5 in bf16, not 55.4256.  An
+    adapter's A [rank, vocab] and B [hidden, rank] update the table by scale · (B·A)ᵀ, without dropout as in PEFT, and
+    are named as there (``lora_embedding_A.<adapter>``).
     """
 
     def __init__(self, vocab: int, hidden: int, scale: float | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab, hidden))
         self.scale = scale
+        self.adapters: dict[str, Adapter] = {}
+        self.lora_embedding_A: Any  # dictionaries of parameters, there when there are adapters
+        self.lora_embedding_B: Any
+        self.active: str | None = None  # the adapter that runs
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = F.embedding(ids, self.weight)
-        return x if self.scale is None else x * torch.tensor(self.scale, dtype=x.dtype).item()
+        x = F.embedding(ids, self.master()).to(self.weight.dtype)
+        if (rows := self.rows()) is not None:
+            x = replace_rows(x, ids, rows)
+        x = self._scaled(x)
+        if self.active is None or self.merged is not None:
+            return x
+        a, b = self.factors(self.active)
+        update = F.linear(F.embedding(ids, a.T), b) * self.adapters[self.active].scale
+        return (x + self._scaled(update)).to(x.dtype)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.scale is None else x * torch.tensor(self.scale, dtype=self.weight.dtype).item()
+
+    def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+        """A [rank, vocab] and B [hidden, rank] of an adapter."""
+        return self.lora_embedding_A[name], self.lora_embedding_B[name]
+
+    def attach(self, name: str, adapter: Adapter, a: Tensor, b: Tensor) -> None:
+        """Add an adapter with A [rank, vocab] and B [hidden, rank] as trainable parameters; it is not made active."""
+        if not self.adapters:
+            self.lora_embedding_A, self.lora_embedding_B = nn.ParameterDict(), nn.ParameterDict()
+        self.adapters[name] = adapter
+        self.lora_embedding_A[name], self.lora_embedding_B[name] = nn.Parameter(a), nn.Parameter(b)
 
 
 class Model(nn.Module):
@@ -337,4 +364,4 @@ def rotary(
     cos, sin = tables[:2]
     if q_norm is None or k_norm is None:
         return rope(q, k, cos, sin)
-    return rope(q, k, cos, sin, q_norm.weight, k_norm.weight, q_norm.eps, q_norm.plus_one)
+    return rope(q, k, cos, sin, q_norm.effective(), k_norm.effective(), q_norm.eps, q_norm.plus_one)
