@@ -13,8 +13,9 @@ from lorarun.export import save_merged
 from lorarun.generate import generate
 from lorarun.gguf import save_gguf
 from lorarun.load import load, load_adapter
-from lorarun.lora import adapters_disabled, add_lora, lora_parameters, merge, unmerge, use_adapter
+from lorarun.lora import adapters_disabled, add_lora, lora_parameters, use_adapter
 from lorarun.memory import plan
+from lorarun.merge import merge, unmerge
 from lorarun.preview import preview
 from lorarun.publish import push_to_hub
 from lorarun.report import report

@@ -36,7 +36,8 @@ from tqdm import tqdm
 from lorarun.checkpoint import DENSE, Checkpoint, open_checkpoint, read_config, stored_names
 from lorarun.headers import DTYPES, INDEX, Entry, abbreviate
 from lorarun.load import free_memory, load
-from lorarun.lora import linears, merged_weight
+from lorarun.lora import linears
+from lorarun.merge import merged_weight
 from lorarun.nn import Linear, Model
 from lorarun.quant.store import Store, dequantize
 

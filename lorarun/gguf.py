@@ -35,7 +35,7 @@ from lorarun.gguf_config import implied_scale
 from lorarun.gguf_read import MODEL_TYPES, PATTERNS, ROPE_FREQS, library, names_of, open_gguf
 from lorarun.gguf_vocab import vocabulary_fields
 from lorarun.headers import abbreviate
-from lorarun.lora import merged_weight
+from lorarun.merge import merged_weight
 from lorarun.nn import Linear, Model
 from lorarun.quant.store import dequantize
 from lorarun.rotary import frequencies

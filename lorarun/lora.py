@@ -1,8 +1,8 @@
-"""Adapters: attach, choose, switch off, list, merge.
+"""Adapters: attach, choose, switch off, list.
 
-Five small functions over a plain model.  ``add_lora`` puts two small matrices beside each projection it is asked for
-and freezes everything else; the others say which adapter runs, or fold it into the weights and out again.  The
-arithmetic is in :class:`lorarun.nn.Linear`; files are the business of :mod:`lorarun.adapter`.
+Small functions over a plain model.  ``add_lora`` puts two small matrices beside each projection it is asked for and
+freezes everything else; the others say which adapter runs.  The arithmetic is in :class:`lorarun.nn.Linear`; folding an
+adapter into the weights is the business of :mod:`lorarun.merge`, files that of :mod:`lorarun.adapter`.
 
 Compared with the usual wrappers there is no wrapped model: names, checkpoints and hooks stay what they were.
 """
@@ -155,7 +155,7 @@ def check_new(model: Model, name: str, call: str) -> None:
         raise ValueError(f"{call}: name is {name!r}; expected a name without dots that no torch module has itself.")
     if name in model.adapters:
         raise ValueError(f"{call}: there is an adapter named {name!r} already; choose another name=.")
-    _check_not_merged(model, call)
+    check_not_merged(model, call)
 
 
 def _stream(path: str) -> int:
@@ -235,7 +235,7 @@ def use_adapter(model: Model, name: str | None) -> None:
     """Make one adapter the active one (it runs, and its parameters are trainable), or none with None."""
     if name is not None and name not in model.adapters:
         raise ValueError(f"There is no adapter {name!r}; the model has {', '.join(model.adapters) or 'none'}.")
-    _check_not_merged(model, "use_adapter")
+    check_not_merged(model, "use_adapter")
     model.active = name
     for _, linear in linears(model):
         linear.active = name if name in linear.adapters else None
@@ -247,7 +247,7 @@ def use_adapter(model: Model, name: str | None) -> None:
 @contextmanager
 def adapters_disabled(model: Model) -> Iterator[None]:
     """Run the base model alone inside a ``with`` block; afterwards all is as before, whatever happened in it."""
-    _check_not_merged(model, "adapters_disabled")
+    check_not_merged(model, "adapters_disabled")
     active, carriers = model.active, [linear for _, linear in linears(model)]
     running = [linear.active for linear in carriers]
     factors = [factor for linear in carriers for each in linear.adapters for factor in linear.factors(each)]
@@ -277,47 +277,6 @@ def lora_parameters(model: Model, name: str | None = None) -> list[nn.Parameter]
     return [factor for _, linear in linears(model) if name in linear.adapters for factor in linear.factors(name)]
 
 
-def merged_weight(weight: Tensor, linear: Linear, name: str, device: torch.device | str | None = None) -> Tensor:
-    """W + scale · B·A of an adapter, [out, in]: computed in fp32 (fp64 for a weight of that) and not rounded yet.
-
-    weight: W, which may be another than the linear's own.  device: where to compute, by default where ``weight`` is.
-    """
-    device = weight.device if device is None else torch.device(device)
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    a, b = (factor.detach().to(device, wide) for factor in linear.factors(name))
-    with torch.autocast(device.type, enabled=False):
-        return weight.to(device, wide) + linear.adapters[name].scale * (b @ a)
-
-
-def merge(model: Model) -> None:
-    """Fold the active adapter into the weights: W ← W + scale · B·A, added in fp32 and rounded once.
-
-    Calling it again changes nothing.  The weights before are kept in host memory, so that :func:`unmerge` restores
-    every bit.
-    """
-    if model.active is None:
-        raise ValueError("merge: no adapter is active; attach one with add_lora or load_adapter.")
-    stored = [path for path, linear in linears(model) if linear.active and isinstance(linear.weight, Store)]
-    if stored:
-        raise ValueError(
-            f"merge: {len(stored)} projections are quantised, and an adapter folded into them would be rounded to "
-            "their few bits; write a merged model in 16 bits with save_merged, or load with bits=16 to merge in memory."
-        )
-    for _, linear in linears(model):
-        if linear.active is not None and linear.merged is None:
-            weight = linear.weight.data
-            linear.merged = (linear.active, weight.to("cpu", copy=True))
-            weight.copy_(merged_weight(weight, linear, linear.active))
-
-
-def unmerge(model: Model) -> None:
-    """Undo :func:`merge`, to the bit.  Does nothing to a model that is not merged."""
-    for _, linear in linears(model):
-        if linear.merged is not None:
-            linear.weight.data.copy_(linear.merged[1])
-            linear.merged = None
-
-
-def _check_not_merged(model: Model, call: str) -> None:
+def check_not_merged(model: Model, call: str) -> None:
     if any(linear.merged is not None for _, linear in linears(model)):
         raise ValueError(f"{call}: the adapter {model.active!r} is merged into the weights; call unmerge(model) first.")

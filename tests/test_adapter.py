@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from lorarun.adapter import CONFIG, UNSUPPORTED, WEIGHTS, base_of, load_adapter, save_adapter
 from lorarun.load import load
 from lorarun.load import load_adapter as load_adapter_by_name
-from lorarun.lora import adapters_disabled, add_lora, lora_parameters, merge, unmerge, use_adapter
+from lorarun.lora import adapters_disabled, add_lora, lora_parameters, use_adapter
+from lorarun.merge import merge, unmerge
 from lorarun.nn import Model
 
 Tiny = Callable[[str], Path]

@@ -25,7 +25,8 @@ from lorarun.adapter import save_adapter
 from lorarun.export import save_merged
 from lorarun.headers import INDEX, read_header
 from lorarun.load import load
-from lorarun.lora import adapters_disabled, add_lora, lora_parameters, merge, use_adapter
+from lorarun.lora import adapters_disabled, add_lora, lora_parameters, use_adapter
+from lorarun.merge import merge
 from lorarun.nn import Model
 
 Tiny = Callable[[str], Path]

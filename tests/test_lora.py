@@ -23,10 +23,9 @@ from lorarun.lora import (
     find_targets,
     linears,
     lora_parameters,
-    merge,
-    unmerge,
     use_adapter,
 )
+from lorarun.merge import merge, unmerge
 from lorarun.nn import Linear, Model
 from lorarun.project import project
 
