@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,24 +22,7 @@ from torch import Tensor, nn
 
 from lorarun.nn import Adapter, Linear, Model
 from lorarun.quant.store import Store
-from lorarun.trained import (
-    EMBEDDING,
-    HEAD,
-    TABLES,
-    add_copies,
-    add_rows,
-    add_table,
-    changes,
-    find_copies,
-    is_tied,
-    merge_trained,
-    parameters_of,
-    switch,
-    touches_tables,
-    unmerge_trained,
-    untie,
-    weighted,
-)
+from lorarun.trained import TABLES, add_beside, inside_adapter, owner, parameters_of, plan_beside, switch, weighted
 
 # The projections of a block, by the input they read.  Those that share an input share its dropout mask.
 INPUTS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1, "gate_proj": 2, "up_proj": 2, "down_proj": 3}
@@ -94,19 +77,19 @@ def add_lora(
 
     targets: "all-linear" (the seven projections of every block, never the head); another string is a regular
         expression that must match a module's whole name; a list has names that a module's name equals or ends in
-        ("q_proj", "mlp.up_proj").
+        ("q_proj", "mlp.up_proj", "embed_tokens", "lm_head").
     layers: only these blocks, numbered from 0.
     dropout: probability for elements of the input; one mask serves all projections of one input (PEFT draws one for
         each).
-    dtype: of A and B.
+    modules_to_save: modules that are trained whole, as copies, by what their names end in ("lm_head", "norm": all of
+        them).  They get no low-rank update.  Tied tables stay tied: what is asked for one is had by both.
+    dtype: of A and B, and of copies where it is wider than the weight.
     seed: for A's values and the dropout masks; without one, A comes from torch's global generator.
 
     Returns the model.  Raises ValueError for a target that matches nothing it could attach to, a name that is taken,
-    and for what is not supported: bias, dora, other initialisations, patterns, modules_to_save.
+    and for what is not supported: bias, dora, other initialisations, patterns.
     """
-    _refuse(
-        bias=bias, dora=dora, rank_pattern=rank_pattern, alpha_pattern=alpha_pattern, modules_to_save=modules_to_save
-    )
+    _refuse(bias=bias, dora=dora, rank_pattern=rank_pattern, alpha_pattern=alpha_pattern)
     if init != "default":
         raise ValueError(f"add_lora: init={init!r} is not supported; 'default' is.")
     if isinstance(r, bool) or not isinstance(r, int) or r < 1:
@@ -121,7 +104,10 @@ def add_lora(
     wanted = targets if isinstance(targets, str) else list(targets)
     blocks = [layers] if isinstance(layers, int) else None if layers is None else sorted(set(layers))
     found = find_targets(model, wanted, blocks)
-    lora = Lora(r, alpha, wanted, dropout, rslora, blocks, [path for path, _ in found], seed)
+    lora = Lora(r, alpha, wanted, dropout, rslora, blocks, [], seed)
+    plan_beside(model, lora, modules_to_save, chosen_tables(wanted), "add_lora")
+    found = [(path, linear) for path, linear in found if path not in lora.copies]
+    lora.modules = [path for path, _ in found]
     generator = None if seed is None else torch.Generator().manual_seed(seed)
 
     def factors(linear: Linear) -> tuple[Tensor, Tensor]:
@@ -130,14 +116,23 @@ def add_lora(
         b = torch.zeros(linear.out_features, r, dtype=dtype, device="cpu")
         return a.uniform_(-bound, bound, generator=generator).to(dtype), b
 
-    attach(model, name, lora, ((path, linear, *factors(linear)) for path, linear in found))
+    attach(model, name, lora, ((path, linear, *factors(linear)) for path, linear in found), dtype, generator=generator)
     return model.train()
 
 
-def attach(model: Model, name: str, lora: Lora, parts: Iterable[tuple[str, Linear, Tensor, Tensor]]) -> None:
+def attach(
+    model: Model,
+    name: str,
+    lora: Lora,
+    parts: Iterable[tuple[str, Linear, Tensor, Tensor]],
+    dtype: torch.dtype | None = None,
+    values: Mapping[str, Tensor] | None = None,
+    generator: torch.Generator | None = None,
+) -> None:
     """Put an adapter's matrices in place, (module name, module, A, B) for each projection, and make it the active one.
 
-    What ``add_lora`` and ``load_adapter`` share.
+    What ``add_lora`` and ``load_adapter`` share.  dtype, values, generator: of what it trains beside projections, see
+    :func:`lorarun.trained.add_beside`.
     """
     model.requires_grad_(False)
     if lora.seed is not None:
@@ -145,6 +140,7 @@ def attach(model: Model, name: str, lora: Lora, parts: Iterable[tuple[str, Linea
     for path, linear, a, b in parts:
         adapter = Adapter(lora.scale, lora.dropout, _stream(path), model.clock)
         linear.attach(name, adapter, a.to(linear.weight.device), b.to(linear.weight.device))
+    add_beside(model, name, lora, dtype, values, generator)
     model.adapters[name] = lora
     use_adapter(model, name)
 
@@ -171,14 +167,14 @@ def _refuse(**unsupported: Any) -> None:
 
 def find_targets(model: Model, targets: str | list[str], layers: list[int] | None = None) -> list[tuple[str, Linear]]:
     """The projections that ``targets`` means, with their names, in the model's order; see :func:`add_lora` for the
-    rules."""
+    rules.  The tables, which it may mean too, are :func:`chosen_tables`'s."""
     blocks = len(model.model.layers)
     if layers is not None and (not layers or not all(isinstance(i, int) and 0 <= i < blocks for i in layers)):
         raise ValueError(f"layers={layers}: expected numbers of blocks from 0 to {blocks - 1}.")
     modules = {
         path: module
         for path, module in model.named_modules()
-        if path and "lora_" not in path and not isinstance(module, Store)
+        if path and not inside_adapter(path) and not isinstance(module, Store)
     }
     matched = [path for path in modules if selects(targets, path)]
     if not matched:
@@ -190,22 +186,23 @@ def find_targets(model: Model, targets: str | list[str], layers: list[int] | Non
         raise ValueError(
             f"targets={targets!r} match no module; projections are named {', '.join(sorted(INPUTS))}.{hint}"
         )
-    head = [path for path in matched if path in ("lm_head", "model.embed_tokens")]
-    if head:
-        raise ValueError(
-            f"targets: adapters on {' and '.join(head)} are not supported; the projections of the blocks are."
-        )
-    wrong = [path for path in matched if not isinstance(modules[path], Linear)]
+    below = [path for path in matched if path not in TABLES]
+    wrong = [path for path in below if not isinstance(modules[path], Linear)]
     if wrong:
         shown = ", ".join(f"{path} ({type(modules[path]).__name__})" for path in wrong[:3])
         raise ValueError(f"targets={targets!r} match {len(wrong)} modules that are no projections, such as {shown}.")
     if not isinstance(targets, str):
         if unmatched := [target for target in targets if not any(selects([target], path) for path in matched)]:
             warnings.warn(f"targets {', '.join(unmatched)} match no module of this model.", stacklevel=3)
-    chosen = [path for path in matched if layers is None or block_of(path) in layers]
-    if not chosen:
+    chosen = [path for path in below if layers is None or block_of(path) in layers]
+    if not chosen and layers is not None:
         raise ValueError(f"targets={targets!r} match no module of layers {layers}.")
     return [(path, module) for path in chosen if isinstance(module := modules[path], Linear)]
+
+
+def chosen_tables(targets: str | list[str]) -> list[str]:
+    """The embedding and the head, where ``targets`` means them."""
+    return [path for path in TABLES if selects(targets, path)]
 
 
 def selects(targets: str | list[str], path: str) -> bool:
@@ -239,44 +236,45 @@ def use_adapter(model: Model, name: str | None) -> None:
     model.active = name
     for _, linear in linears(model):
         linear.active = name if name in linear.adapters else None
-        for each in linear.adapters:
-            for factor in linear.factors(each):
-                factor.requires_grad_(each == name)
+    switch(model, name)
 
 
 @contextmanager
 def adapters_disabled(model: Model) -> Iterator[None]:
     """Run the base model alone inside a ``with`` block; afterwards all is as before, whatever happened in it."""
     check_not_merged(model, "adapters_disabled")
-    active, carriers = model.active, [linear for _, linear in linears(model)]
-    running = [linear.active for linear in carriers]
-    factors = [factor for linear in carriers for each in linear.adapters for factor in linear.factors(each)]
-    trained = [factor.requires_grad for factor in factors]
+    active, carriers = model.active, [module for _, module in weighted(model)]
+    running = [(module.active, module.trained) for module in carriers]
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         model.active = None
-        for linear in carriers:
-            linear.active = None
+        for module in carriers:
+            module.active = module.trained = None
         yield
     finally:
         model.active = active
-        for _, linear in linears(model):
-            linear.active = None  # also what was attached inside
-        for linear, name in zip(carriers, running, strict=True):
-            linear.active = name
-        for factor, flag in zip(factors, trained, strict=True):
-            factor.requires_grad_(flag)
+        for module, (adapter, trained) in zip(carriers, running, strict=True):
+            module.active, module.trained = adapter, trained  # also where something was attached inside
+        for name, parameter in model.named_parameters():
+            if owner(name) is not None:
+                parameter.requires_grad_(False)
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
 
 
 def lora_parameters(model: Model, name: str | None = None) -> list[nn.Parameter]:
-    """The matrices of an adapter (the active one by default), in the model's order: what an optimizer is given."""
+    """Everything that an adapter trains (the active one by default), in the model's order: what an optimizer is given.
+
+    Its matrices, and where it has them its copies of modules and its rows of tokens.
+    """
     name = model.active if name is None else name
     if name not in model.adapters:
         raise ValueError(
             f"There is no adapter {name!r}; the model has {', '.join(model.adapters) or 'none: call add_lora'}."
         )
-    return [factor for _, linear in linears(model) if name in linear.adapters for factor in linear.factors(name)]
+    return parameters_of(model, name)
 
 
 def check_not_merged(model: Model, call: str) -> None:
-    if any(linear.merged is not None for _, linear in linears(model)):
+    if any(module.merged is not None for _, module in weighted(model)):
         raise ValueError(f"{call}: the adapter {model.active!r} is merged into the weights; call unmerge(model) first.")

@@ -12,6 +12,7 @@ from torch import Tensor
 from lorarun.lora import linears
 from lorarun.nn import Linear, Model
 from lorarun.quant.store import Store
+from lorarun.trained import is_tied, merge_trained, touches_tables, unmerge_trained, untie
 
 
 def merged_weight(weight: Tensor, linear: Linear, name: str, device: torch.device | str | None = None) -> Tensor:
@@ -29,8 +30,9 @@ def merged_weight(weight: Tensor, linear: Linear, name: str, device: torch.devic
 def merge(model: Model) -> None:
     """Fold the active adapter into the weights: W ← W + scale · B·A, added in fp32 and rounded once.
 
-    Calling it again changes nothing.  The weights before are kept in host memory, so that :func:`unmerge` restores
-    every bit.
+    Copies and rows take the place of what they stand for; a tied head gets a table of its own where the adapter has
+    one for either.  Calling it again changes nothing.  The weights before are kept in host memory, so that
+    :func:`unmerge` restores every bit.
     """
     if model.active is None:
         raise ValueError("merge: no adapter is active; attach one with add_lora or load_adapter.")
@@ -40,11 +42,17 @@ def merge(model: Model) -> None:
             f"merge: {len(stored)} projections are quantised, and an adapter folded into them would be rounded to "
             "their few bits; write a merged model in 16 bits with save_merged, or load with bits=16 to merge in memory."
         )
+    tied = is_tied(model) and touches_tables(model, model.active)
+    if tied:
+        untie(model)
+    merge_trained(model, model.active)
     for _, linear in linears(model):
         if linear.active is not None and linear.merged is None:
             weight = linear.weight.data
             linear.merged = (linear.active, weight.to("cpu", copy=True))
             weight.copy_(merged_weight(weight, linear, linear.active))
+    if tied and model.adapters[model.active].tied:
+        model.lm_head.weight = model.model.embed_tokens.weight  # the same values
 
 
 def unmerge(model: Model) -> None:
@@ -53,3 +61,4 @@ def unmerge(model: Model) -> None:
         if linear.merged is not None:
             linear.weight.data.copy_(linear.merged[1])
             linear.merged = None
+    unmerge_trained(model)

@@ -85,7 +85,6 @@ class Linear(Weighted):
         self.adapters: dict[str, Adapter] = {}
         self.lora_A: Any  # module dictionaries of factors, there when there are adapters
         self.lora_B: Any
-        self.active: str | None = None  # the adapter that runs
         self.scaled: ScaledWeight | None = None  # FP8 copies, shared by all projections of one input
 
     def forward(self, x: Tensor, row: int = 0) -> Tensor:
@@ -226,7 +225,6 @@ class Embedding(Weighted):
         self.adapters: dict[str, Adapter] = {}
         self.lora_embedding_A: Any  # dictionaries of parameters, there when there are adapters
         self.lora_embedding_B: Any
-        self.active: str | None = None  # the adapter that runs
 
     def forward(self, ids: Tensor) -> Tensor:
         x = F.embedding(ids, self.master()).to(self.weight.dtype)
@@ -285,6 +283,8 @@ class Model(nn.Module):
         self.asked: dict[str, Any] = {}
         self.adapters: dict[str, Any] = {}
         self.active: str | None = None
+        self.added: set[int] = set()  # ids of tokens that the checkpoint's tables do not have, or had no token for
+        self.untied = False  # whether a merge gave a tied head a table of its own
         self.compute = "bf16"
         self.clock = Clock()
         self.planned: Any = None  # what lorarun.plan decided, or loss by itself

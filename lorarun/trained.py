@@ -11,6 +11,7 @@ made so are read, run and trained as they are, and merging them gives the head a
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,10 @@ EMBEDDING, HEAD = TABLES = ("model.embed_tokens", "lm_head")
 OWNER = re.compile(
     r"\.(?:lora_[^.]+|modules_to_save|trainable_tokens_delta)\.(?P<adapter>[^.]+)(?:\.|$)"
 )  # in a parameter's name
+INSIDE = re.compile(r"\.(?:lora_[^.]+|modules_to_save|token_adapter)(?:\.|$)")  # in a module's
+ROWS = "token_adapter.trainable_tokens_delta"  # in files
+LOW_RANK = {EMBEDDING: ("lora_embedding_A", "lora_embedding_B"), HEAD: ("lora_A.weight", "lora_B.weight")}
+HEAD_STREAM = 2**30  # of dropout for the head's input, which no block shares
 
 
 class _Transposed(nn.Module):
@@ -48,32 +53,29 @@ def weighted(model: nn.Module) -> Iterator[tuple[str, Weighted]]:
     return ((path, module) for path, module in model.named_modules() if isinstance(module, Weighted))
 
 
-def find_copies(model: Model, names: Sequence[str], call: str = "modules_to_save") -> list[str]:
+def find_copies(model: Model, names: Sequence[str], call: str) -> list[str]:
     """The modules that ``modules_to_save`` means: those whose name ends in one of ``names``, as in PEFT ("norm" is
     every norm), and those inside them; in the model's order.
 
     Raises ValueError for a name that means nothing here, and for quantised weights.
     """
     if isinstance(names, str):
-        raise ValueError(f"{call}={names!r}: expected a list of names.")
-    paths = [path for path, _ in model.named_modules() if path and not OWNER.search(f".{path}.")]
+        raise ValueError(f"{call}: modules_to_save={names!r}; expected a list of names.")
+    paths = [path for path, _ in model.named_modules() if path and not inside_adapter(path)]
     unknown = [name for name in names if not name or not any(path.endswith(name) for path in paths)]
     if unknown:
-        raise ValueError(f"{call}: no module of this model is called {', '.join(map(repr, unknown))}.")
+        raise ValueError(f"{call}: modules_to_save: no module of this model is called {', '.join(map(repr, unknown))}.")
     roots = tuple(path for path in paths if any(path.endswith(name) for name in names))
     found = {
         path: module
         for path, module in weighted(model)
         if path in roots or path.startswith(tuple(f"{root}." for root in roots))
     }
-    if not found:
-        raise ValueError(f"{call}={list(names)!r}: there is nothing to train in these modules.")
     stored = [path for path, module in found.items() if isinstance(module.weight, Store)]
     if stored:
-        more = f" and {len(stored) - 3} more" if len(stored) > 3 else ""
         raise ValueError(
-            f"{call}: {', '.join(stored[:3])}{more} {'is' if len(stored) == 1 else 'are'} quantised, and whole weights "
-            "of few bits cannot be trained: load with bits=16 or skip=, or give them a low-rank adapter."
+            f"{call}: modules_to_save means {len(stored)} quantised weights, {', '.join(stored[:3])} …, and whole "
+            "weights of few bits cannot be trained: load with bits=16 or skip=, or give them a low-rank adapter."
         )
     return list(found)
 
@@ -81,6 +83,11 @@ def find_copies(model: Model, names: Sequence[str], call: str = "modules_to_save
 def is_tied(model: Model) -> bool:
     """Whether the head is the embedding's table."""
     return model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def inside_adapter(path: str) -> bool:
+    """Whether a module of this name is a part of an adapter."""
+    return INSIDE.search(path) is not None
 
 
 def owner(name: str) -> str | None:
@@ -172,6 +179,67 @@ def add_table(model: Model, name: str, path: str, adapter: Adapter, a: Tensor, b
         head.lora_A[name], head.lora_B[name] = _Transposed(second), _Transposed(first)
 
 
+def plan_beside(model: Model, lora: Any, modules_to_save: Sequence[str], tables: list[str], call: str) -> None:
+    """Find what an adapter trains beside projections, and note it in ``lora`` (a :class:`lorarun.lora.Lora`): copies
+    of modules, low-rank updates of ``tables``, and rows of the tokens that were added to the model.
+
+    Where a table is tied, so is what serves it.  Raises ValueError for what cannot be together.
+    """
+    lora.tied = is_tied(model)
+    copies = set(find_copies(model, modules_to_save, call) if modules_to_save else ())
+    lora.modules_to_save = list(modules_to_save)
+    if tables and lora.layers is not None:
+        raise ValueError(
+            f"{call}: targets mean {' and '.join(tables)}, which are in no layer; leave out layers=, or name the "
+            "layers in a pattern."
+        )
+    if lora.tied and copies.intersection(TABLES):
+        copies.update(TABLES)
+    lora.copies = [path for path, _ in weighted(model) if path in copies]
+    lora.tables = [path for path in tables if path not in copies]
+    if lora.tied and lora.tables:
+        lora.tables = list(TABLES)
+    fresh = sorted(model.added)
+    places = [path for path in TABLES if path not in copies and not (lora.tied and path == HEAD)]
+    lora.tokens = dict.fromkeys(places, fresh) if fresh else {}
+    if both := [path for path in lora.tokens if path in lora.tables]:
+        raise ValueError(
+            f"{call}: {' and '.join(both)} would have a low-rank update and rows of {len(fresh)} added tokens; leave "
+            "it out of targets, or train the whole table with modules_to_save."
+        )
+
+
+def add_beside(
+    model: Model,
+    name: str,
+    lora: Any,
+    dtype: torch.dtype | None = None,
+    values: Mapping[str, Tensor] | None = None,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Attach what :func:`plan_beside` found, with the values given (by name in the adapter's file, without PEFT's
+    wrappers) or the initial ones."""
+    given = values or {}
+    add_copies(model, name, lora.copies, lora.tied, dtype, given)
+    rows = {path: given[key] for path in lora.tokens if (key := f"{path}.{ROWS}") in given}
+    add_rows(model, name, lora.tokens, lora.tied, dtype, rows)
+    for path in lora.tables:
+        if lora.tied and path == HEAD:
+            continue  # the embedding's
+        adapter = Adapter(lora.scale, lora.dropout, HEAD_STREAM, model.clock)
+        first, second = (f"{path}.{key}" for key in LOW_RANK[path])
+        vocab, hidden = model.model.embed_tokens.weight.shape
+        if first in given:
+            a, b = given[first], given[second]
+        elif path == EMBEDDING:  # zero times normal, as in PEFT
+            a, b = torch.zeros(lora.r, vocab), torch.empty(hidden, lora.r).normal_(generator=generator)
+        else:
+            bound = 1.0 / math.sqrt(hidden)
+            a, b = torch.empty(lora.r, hidden).uniform_(-bound, bound, generator=generator), torch.zeros(vocab, lora.r)
+        kind = torch.promote_types(a.dtype, torch.float32) if dtype is None else dtype
+        add_table(model, name, path, adapter, a.to(kind, copy=True), b.to(kind, copy=True), lora.tied)
+
+
 # --- switch --------------------------------------------------------------------------------------------------------
 
 
@@ -225,10 +293,17 @@ def with_adapter(weight: Tensor, module: Weighted, name: str) -> Tensor:
     return value
 
 
+def bias_in(module: Weighted) -> Tensor:
+    """The values of a projection's bias."""
+    assert isinstance(module, Linear) and module.bias is not None
+    return module.bias.data
+
+
 def untie(model: Model) -> None:
     """Give a tied head a table of its own, equal to the embedding's."""
     if is_tied(model):
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone(), requires_grad=False)
+        model.untied = True
 
 
 def touches_tables(model: Model, name: str | None) -> bool:
@@ -245,15 +320,19 @@ def merge_trained(model: Model, name: str) -> None:
             module.merged = (name, weight.to("cpu", copy=True))
             weight.copy_(value)
             if copy is not None and copy.bias is not None:
-                module.bias_before = module.bias.data.to("cpu", copy=True)
-                module.bias.data.copy_(copy.bias)
+                module.bias_before = bias_in(module).to("cpu", copy=True)
+                bias_in(module).copy_(copy.bias)
 
 
 def unmerge_trained(model: Model) -> None:
-    """Undo :func:`merge_trained`, to the bit."""
+    """Undo :func:`merge_trained` and :func:`untie`, to the bit."""
     for _, module in weighted(model):
         if module.merged is not None and changes(module, module.merged[0]):
             module.weight.data.copy_(module.merged[1])
             module.merged = None
-            if (before := vars(module).pop("bias_before", None)) is not None:
-                module.bias.data.copy_(before)
+            if module.bias_before is not None:
+                bias_in(module).copy_(module.bias_before)
+                module.bias_before = None
+    if model.untied:
+        model.untied = False
+        model.tie()

@@ -45,7 +45,7 @@ class TokenRows(nn.Module):
         """The tokens of an adapter and their rows."""
         return getattr(self, f"tokens_{name}"), self.trainable_tokens_delta[name]
 
-    def __contains__(self, name: object) -> bool:
+    def __contains__(self, name: str) -> bool:
         return name in self.trainable_tokens_delta
 
 
@@ -58,8 +58,10 @@ class Weighted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trained: str | None = None  # the adapter whose copy or rows run
+        self.active: str | None = None  # the adapter whose low-rank update runs
+        self.trained: str | None = None  # the one whose copy or rows do
         self.merged: tuple[str, Tensor] | None = None  # (adapter, the weight before it was added)
+        self.bias_before: Tensor | None = None  # likewise, where a copy has a bias
 
     def copy_of(self, name: str | None) -> Copy | None:
         """An adapter's copy of this module's parameters, if it has one."""
