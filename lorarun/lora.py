@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorarun.nn import Adapter, Linear, Model
+from lorarun.linear import Adapter
+from lorarun.nn import Linear, Model
 from lorarun.quant.store import Store
 
 # The projections of a block, by the input they read.  Those that share an input share its dropout mask.
