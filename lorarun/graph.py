@@ -190,7 +190,8 @@ class Step:
         model = self.model()
         assert model is not None and self.flat is not None
         inputs, clock = unpack(self.flat, self.shape)
-        masters = [held[name] for held, name in (slots := look(model).slots)]
+        slots = look(model).slots
+        masters = [held[name] for held, name in slots]
         # The same memory without the hooks of the parameters, which belong to the loss that is replayed.
         bare = [nn.Parameter(master.detach()) for master in masters]
         self.clock.now = clock
@@ -291,8 +292,7 @@ class Steps:
         """The captured step for a batch, captured now where it is time to; else None, and ``reason`` says why."""
         if found.structure != self.structure:
             self.drop()
-            self.structure, self.stopped = found.structure, None
-            self.seen.clear()
+            self.structure, self.stopped, self.seen = found.structure, None, {}
         deterministic = model.deterministic or torch.are_deterministic_algorithms_enabled()
         key = shape, model.dtype, found.state, deterministic, model.compute
         if key in self.held:
