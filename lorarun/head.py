@@ -31,7 +31,8 @@ class _Pass:
 
 def composed(head: Linear) -> bool:
     """Whether the head is more than one weight."""
-    return head.running()[0].rank > 0 or head.rows() is not None
+    running = head.running()
+    return running.branch.rank > 0 or running.after or head.rows() is not None
 
 
 def head_losses(model: Model, hidden: Tensor, targets: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorarun.nn import Adapter, Linear, Model
+from lorarun.linear import Adapter
+from lorarun.nn import Linear, Model
 from lorarun.quant.store import Store
 from lorarun.trained import TABLES, add_beside, inside_adapter, owner, parameters_of, plan_beside, switch, weighted
 

@@ -1,169 +1,21 @@
-"""The parts a decoder is wired from: projections that can carry adapters, norms, embedding.
-
-A ``Linear`` here is what ``torch.nn.Linear`` is, plus named low-rank adapters inside it, none by default.  The usual
-way wraps every projection in an adapter class and renames its weight; then a model with adapters is another model
-than one without, and checkpoints need translation.  Here ``weight`` stays ``weight`` and an adapter is two more
-parameters below the same module, named as PEFT names them (``lora_A.<adapter>.weight``).
+"""The parts a decoder is wired from, beside its projections (:mod:`lorarun.linear`): norms, embedding, and what every
+model is.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from lorarun.kernels.backend import autocast
-from lorarun.kernels.dropout import Dropout, dropout
-from lorarun.kernels.lora import Branch, low_rank
-from lorarun.kernels.replay import decide
 from lorarun.kernels.rms_norm import add_rms_norm, rms_norm
 from lorarun.kernels.rope import rope
-from lorarun.kernels.scaled import ScaledWeight
-from lorarun.quant.store import Store, stores
+from lorarun.linear import Adapter, Clock, Linear
+from lorarun.quant.store import stores
 from lorarun.rotary import Tables
-from lorarun.weighted import Weighted, replace_columns, replace_rows
-
-
-@dataclass
-class Clock:
-    """What dropout masks depend on besides the element: ``seed``, and ``step``, which ``lorarun.loss`` advances."""
-
-    seed: int = 0
-    step: int = 0
-    now: Tensor | None = field(default=None, compare=False, repr=False)  # instead of both, in a captured step
-
-    def value(self) -> int | Tensor:
-        """One 63-bit number of both; odd multipliers keep neighbouring seeds and steps apart.
-
-        In a captured step an int64 scalar on the device, which is read when the step is replayed.
-        """
-        if self.now is not None:
-            return self.now
-        return (self.seed * 0x9E3779B97F4A7C15 + self.step * 0xD1B54A32D192ED03) & 0x7FFFFFFFFFFFFFFF
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """What one adapter of one projection is, besides its two matrices.
-
-    ``stream`` numbers the input that dropout is applied to; projections that share an input share it, and so their
-    mask.
-    """
-
-    scale: float
-    dropout: float
-    stream: int
-    clock: Clock
-
-
-class Factor(nn.Module):
-    """One matrix of an adapter, in a module of its own so that its name ends in ``.weight`` as in PEFT's files."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-
-
-class Linear(Weighted):
-    """y = x · Wᵀ + b, plus the update of the active adapter.
-
-    ``weight`` [out, in], a Parameter or a frozen store (:mod:`lorarun.quant.store`); ``bias`` [out] or None.  The
-    products run in the dtype of ``weight``, with a store, which has none, in that of ``x`` (torch.autocast decides
-    otherwise where it is on); the result has the dtype of ``x``.  Adapter matrices may be wider (fp32 by default):
-    they are cast for the product, and their gradients arrive in their own dtype.
-    """
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
-        self.adapters: dict[str, Adapter] = {}
-        self.lora_A: Any  # module dictionaries of factors, there when there are adapters
-        self.lora_B: Any
-        self.scaled: ScaledWeight | None = None  # FP8 copies, shared by all projections of one input
-
-    def forward(self, x: Tensor, row: int = 0) -> Tensor:
-        """``row``: where the rows of x start in the input that dropout's mask belongs to, when they are a part of
-        it."""
-        if isinstance(self.weight, Store):
-            h = x.to(_autocast_dtype(x))
-            bias = None if self.bias is None else self.bias.to(h.dtype)
-            y: Tensor = _StoredLinear.apply(h, self.weight, bias)
-        else:
-            h = x.to(self.weight.dtype)
-            copy = self.copy()
-            bias = self.bias if copy is None or copy.bias is None else copy.bias.to(h.dtype)
-            y = F.linear(h, self.effective(), bias)
-        y = self.adapt(y, h, row)
-        if (rows := self.rows()) is not None:
-            y = replace_columns(y, h, rows)
-        return y if y.dtype == x.dtype else y.to(x.dtype)
-
-    def adapt(self, y: Tensor, x: Tensor, row: int = 0) -> Tensor:
-        """y, the product with the weight, plus the update of the active adapter for the same input x."""
-        branch, drop = self.running()
-        if branch.a is None or branch.b is None:
-            return y
-        dropped = x if drop is None else dropout(x, *drop._replace(row=row))
-        return y + low_rank(dropped, branch.a, branch.b, branch.scale)
-
-    def running(self) -> tuple[Branch, Dropout | None]:
-        """The adapter that runs (none when it is merged), and its dropout where that is on.
-
-        Now, or inside a model at the time when this pass through it began.
-        """
-        running: tuple[Branch, Dropout | None] = decide(self, self._adapter)
-        return running
-
-    def _adapter(self) -> tuple[Branch, Dropout | None]:
-        name = self.active if self.merged is None else None
-        if name is None:
-            return Branch(self.out_features), None
-        adapter = self.adapters[name]
-        drop = Dropout(adapter.dropout, adapter.clock.value(), adapter.stream)
-        branch = Branch(self.out_features, *self.factors(name), adapter.scale)
-        return branch, drop if self.training and adapter.dropout > 0.0 else None
-
-    def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
-        """A [rank, in] and B [out, rank] of an adapter."""
-        return self.lora_A[name].weight, self.lora_B[name].weight
-
-    def attach(self, name: str, adapter: Adapter, a: Tensor, b: Tensor) -> None:
-        """Add an adapter with A [rank, in] and B [out, rank] as trainable parameters; it is not made active."""
-        if not self.adapters:
-            self.lora_A, self.lora_B = nn.ModuleDict(), nn.ModuleDict()
-        self.adapters[name] = adapter
-        self.lora_A[name], self.lora_B[name] = Factor(a), Factor(b)
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, adapters={list(self.adapters)}"
-        )
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype:
-    """What torch.autocast makes of ``x`` in a matrix product; its own dtype where that is off."""
-    return torch.get_autocast_dtype(x.device.type) if autocast(x.device) else x.dtype
-
-
-class _StoredLinear(torch.autograd.Function):
-    """x · Wᵀ + b with a frozen, stored W.  Saves nothing: backward dequantises W again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Store, bias: Tensor | None) -> Tensor:
-        ctx.weight = weight
-        return F.linear(x, weight.dequantize(x.dtype), bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-        dx = dy @ ctx.weight.dequantize(dy.dtype) if ctx.needs_input_grad[0] else None
-        return dx, None, dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+from lorarun.weighted import Weighted, replace_rows
 
 
 class RMSNorm(Weighted):

@@ -9,6 +9,10 @@ What autograd keeps: for ``project`` x and u (a few columns), for ``gated_mlp`` 
 adapters' terms, and u.  Activations and adapter terms are computed again on the way back; frozen weights are never
 kept.  A block's policy (:mod:`lorarun.recompute`) can have less kept, and the MLP's rows taken in tiles.
 
+What DoRA and learned biases do to an output is done to the products' results, by autograd (:meth:`Linear.finish`): that
+DoRA's gradient needs the result before it was scaled is memory that no Function could save.  An MLP with one of these
+runs as project, activation, project, whole and with gate and up kept.
+
 A ``Linear`` that somebody subclassed, hooked or trains takes the separate path through its own ``forward``; the
 reason is given by :func:`obstacle`, which the report shows.
 """
@@ -44,8 +48,11 @@ def obstacle(linears: Sequence[Linear], dtype: torch.dtype) -> str | None:
     dense = {str(linear.weight.dtype) for linear in linears if not isinstance(linear.weight, Store)}
     if dtype == torch.float64 or dense - {str(dtype)}:
         return f"inputs are {dtype}, weights {', '.join(sorted(dense)) or 'stored'}"
-    if len({drop for branch, drop in (linear.running() for linear in linears) if branch.rank}) > 1:
+    running = [linear.running() for linear in linears]
+    if len({each.drop for each in running if each.branch.rank}) > 1:
         return "adapters of one input differ in dropout"
+    if any(each.magnitude is not None and each.drop is not None for each in running):
+        return "DoRA with dropout multiplies by the weight twice"
     return None
 
 
@@ -54,8 +61,8 @@ def _fused(x: Tensor, linears: Sequence[Linear]) -> tuple[list[Branch], Dropout 
     if not runs_triton(x) or autocast(x.device) or obstacle(linears, x.dtype) is not None:
         return None
     running = [linear.running() for linear in linears]
-    branches = [branch for branch, _ in running]
-    drop = next((drop for branch, drop in running if branch.rank), None)
+    branches = [each.branch for each in running]
+    drop = next((each.drop for each in running if each.branch.rank), None)
     flat = x.flatten(0, -2)
     return (branches, drop) if not any(b.rank for b in branches) or serves(flat, branches, drop) else None
 
@@ -80,12 +87,12 @@ class Frozen:
     ``sizes`` are the rows of each output.  Stored weights are dequantised side by side into one buffer that lives for
     the product alone (or stays, with ``model.keep_dense``); dense ones are multiplied one by one into the columns of
     one result, without copies.  With FP8 copies, made for just these projections by :mod:`lorarun.compute`, products
-    run on those.
+    run on those.  Biases that an adapter replaces or scales around are left out.
     """
 
     def __init__(self, linears: Sequence[Linear]) -> None:
         self.weights = [linear.weight for linear in linears]
-        self.biases = [linear.bias for linear in linears]
+        self.biases = [None if linear.running().after else linear.bias for linear in linears]
         self.sizes = [linear.out_features for linear in linears]
         self.stored = any(isinstance(weight, Store) for weight in self.weights)
         scaled = linears[0].scaled
@@ -148,7 +155,8 @@ def _cast(grads: Sequence[Tensor | None], like: Sequence[Tensor | None]) -> list
 
 
 class _Project(torch.autograd.Function):
-    """Saves x and u.  Backward: dx = dy·W + the adapters' part; dA and dB in one pass over x and one over dy.
+    """Saves x and u, or u alone where every A is frozen.  Backward: dx = dy·W + the adapters' part; dA and dB in one
+    pass over x and one over dy.
 
     Replayed, the outputs are those of the first time if the block's policy kept ``name``.
     """
@@ -168,7 +176,7 @@ class _Project(torch.autograd.Function):
         y: Tensor = keep(name, products)
         ctx.frozen, ctx.drop = frozen, drop
         ctx.shapes = [Branch(branch.size, scale=branch.scale) for branch in branches]
-        ctx.save_for_backward(None if u is None else x, u, *factors)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[5::2]) else None, u, *factors)
         return y.split(frozen.sizes, dim=1)
 
     @staticmethod
@@ -237,7 +245,8 @@ def _add(total: Tensor | None, more: Tensor | None) -> Tensor | None:
 
 
 class _GatedMLP(torch.autograd.Function):
-    """Saves h, both u, and where ``save`` says so gate|up without their adapters' terms; the rest is computed again.
+    """Saves h, both u, and where ``save`` says so gate|up without their adapters' terms (then, where A is frozen, no
+    h); the rest is computed again.
 
     In tiles of ``tile`` rows gate|up, their activation and the gradients of these never exist whole; gradients of A
     and B are summed over tiles in fp32, first to last.
@@ -288,7 +297,8 @@ class _GatedMLP(torch.autograd.Function):
                 y = h.new_full((1, 1), float("nan")).expand(residual.shape)
         ctx.frozen, ctx.drops, ctx.act, ctx.tile = frozen, drops, act, tile
         ctx.shapes = [Branch(branch.size, scale=branch.scale) for branch in branches]
-        ctx.save_for_backward(h, gu, u, u_down, *factors)
+        needs_h = gu is None or any(ctx.needs_input_grad[8:11:2])
+        ctx.save_for_backward(h if needs_h else None, gu, u, u_down, *factors)
         assert y is not None
         return y
 
@@ -302,7 +312,7 @@ class _GatedMLP(torch.autograd.Function):
         du_down = None
         if u_down is not None:
             du_down, (grads[5],) = lora_grad(rows, u_down, [down])
-        wide, narrow = (None if ctx.tile is None else f.whole(h.dtype) for f in ctx.frozen)
+        wide, narrow = (None if ctx.tile is None else f.whole(dy.dtype) for f in ctx.frozen)
         needs_dh = ctx.needs_input_grad[6]
 
         def make(part: slice) -> tuple[Tensor | None, ...]:
@@ -316,11 +326,12 @@ class _GatedMLP(torch.autograd.Function):
             dh = None
             if u is not None:
                 du, dbs = lora_grad(dgu, u[part], [gate, up])
-                dh, das = lora_input_grad(h[part], du, [gate, up], _from_row(ctx.drops[0], part.start), needs_dh)
+                x = None if h is None else h[part]
+                dh, das = lora_input_grad(x, du, [gate, up], _from_row(ctx.drops[0], part.start), needs_dh)
                 grads[0:4:2], grads[1:4:2] = map(_add, grads[0:4:2], das), map(_add, grads[1:4:2], dbs)
             return (ctx.frozen[0].mm_t(dgu, dh, wide) if needs_dh else None,)
 
-        (dh,) = _in_tiles(len(h), ctx.tile, make)
+        (dh,) = _in_tiles(len(dy), ctx.tile, make)
         dresidual = dy if ctx.needs_input_grad[7] else None
         return None, None, None, None, None, None, dh, dresidual, *_cast(grads, factors)
 
@@ -344,14 +355,14 @@ def project(x: Tensor, *linears: Linear, name: str = "") -> tuple[Tensor, ...]:
         return tuple(linear(x) for linear in linears)
     branches, drop = served
     ys = _Project.apply(Frozen(linears), branches, drop, name, _rows(x), *_factors(branches))
-    return tuple(y.unflatten(0, x.shape[:-1]) for y in ys)
+    return tuple(linear.finish(y.unflatten(0, x.shape[:-1])) for linear, y in zip(linears, ys, strict=True))
 
 
 def gated_mlp(h: Tensor, gate: Linear, up: Linear, down: Linear, act: str, residual: Tensor | None = None) -> Tensor:
     """down(act(gate(h)) · up(h)), plus ``residual`` where the call closes a block.  h, residual [batch, seq,
     hidden]."""
     opened, closed = _fused(h, (gate, up)), _fused(h, (down,))
-    if opened is None or closed is None:
+    if opened is None or closed is None or any(linear.running().after for linear in (gate, up, down)):
         raw_gate, raw_up = project(h, gate, up)
         middle = gated(raw_gate, raw_up, act)
         (y,) = project(middle, down)

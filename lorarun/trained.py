@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorarun.nn import Adapter, Embedding, Linear, Model
+from lorarun.linear import Adapter, Linear
+from lorarun.nn import Embedding, Model
 from lorarun.quant.store import Store
 from lorarun.weighted import Copy, TokenRows, Weighted
 
@@ -36,6 +37,8 @@ HEAD_STREAM = 2**30  # of dropout for the head's input, which no block shares
 class _Transposed(nn.Module):
     """A matrix of the embedding's adapter as the tied head reads it: the same parameter, the other way round."""
 
+    bias = None
+
     def __init__(self, parameter: nn.Parameter) -> None:
         super().__init__()
         self.of = parameter
@@ -43,6 +46,9 @@ class _Transposed(nn.Module):
     @property
     def weight(self) -> Tensor:
         return self.of.T
+
+    def whole(self, dim: int) -> Tensor:
+        return self.weight
 
 
 # --- which ---------------------------------------------------------------------------------------------------------
@@ -98,7 +104,21 @@ def owner(name: str) -> str | None:
 
 def parameters_of(model: Model, adapter: str) -> list[nn.Parameter]:
     """Everything that an adapter trains, each parameter once, in the model's order."""
-    return [parameter for name, parameter in model.named_parameters() if owner(name) == adapter]
+    still = {id(parameter) for parameter in _frozen(model, adapter)}
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if owner(name) == adapter and id(parameter) not in still
+    ]
+
+
+def _frozen(model: Model, adapter: str | None) -> list[nn.Parameter]:
+    """What stays as it began of an adapter (A of LoRA-FA)."""
+    return [
+        module.lora_A[adapter].weight
+        for _, module in weighted(model)
+        if isinstance(module, Linear) and adapter in module.adapters and module.adapters[adapter].freeze_a
+    ]
 
 
 # --- attach --------------------------------------------------------------------------------------------------------
@@ -254,6 +274,8 @@ def switch(model: Model, name: str | None) -> None:
     for path, parameter in model.named_parameters():
         if (belongs := owner(path)) is not None:
             parameter.requires_grad_(belongs == name)
+    for parameter in _frozen(model, name):
+        parameter.requires_grad_(False)
 
 
 def beyond(model: Model) -> str | None:

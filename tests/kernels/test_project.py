@@ -7,7 +7,7 @@ import torch
 from kernels.checks import close, narrow, poison
 
 from lorarun.kernels.backend import reference
-from lorarun.nn import Adapter, Clock, Linear
+from lorarun.linear import Adapter, Clock, Linear
 from lorarun.project import gated_mlp, obstacle, project
 from lorarun.quant.store import NF4Store
 
