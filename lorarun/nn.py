@@ -135,7 +135,8 @@ class Model(nn.Module):
         self.asked: dict[str, Any] = {}
         self.adapters: dict[str, Any] = {}
         self.active: str | None = None
-        self.added: set[int] = set()  # ids of tokens that the checkpoint's tables do not have, or had no token for
+        self.added: dict[int, bool] = {}  # tokens whose rows are to be trained, and whether their rows are new
+        self.whole = False  # whether the weights themselves are trained, see lorarun.tokens.train_all
         self.untied = False  # whether a merge gave a tied head a table of its own
         self.compute = "bf16"
         self.clock = Clock()

@@ -124,6 +124,28 @@ def _frozen(model: Model, adapter: str | None) -> list[nn.Parameter]:
 # --- attach --------------------------------------------------------------------------------------------------------
 
 
+def first_rows(model: Model, path: str, ids: Sequence[int]) -> Tensor:
+    """What the rows of these tokens in a table begin with, [ids, hidden] in fp32 or wider: what the table has, and for
+    new tokens the mean over all that were there before them."""
+    table: Tensor = model.get_submodule(path).weight.detach()  # type: ignore[union-attr, assignment, operator]
+    wide = torch.promote_types(table.dtype, torch.float32)
+    rows = table[torch.tensor(ids, dtype=torch.int64, device=table.device)].to(wide)
+    new = torch.tensor([model.added.get(i, False) for i in ids], device=table.device)
+    if new.any():
+        known = min(i for i, fresh in model.added.items() if fresh)
+        rows[new] = table[:known].mean(0, dtype=wide)
+    return rows
+
+
+def first_table(model: Model, path: str) -> Tensor:
+    """A whole table as training it begins."""
+    table: Tensor = model.get_submodule(path).weight.detach()  # type: ignore[union-attr, assignment, operator]
+    new = [i for i, fresh in model.added.items() if fresh]
+    if not new:
+        return table
+    return table.index_copy(0, torch.tensor(new, device=table.device), first_rows(model, path, new).to(table.dtype))
+
+
 def add_copies(
     model: Model,
     name: str,
@@ -139,7 +161,9 @@ def add_copies(
     values = values or {}
 
     def own(path: str, part: str, base: Tensor) -> Tensor:
-        value = values.get(f"{path}.{part}", base).detach()
+        value = values.get(f"{path}.{part}")
+        if value is None:
+            value = first_table(model, path) if path in TABLES else base.detach()
         wide = torch.promote_types(base.dtype, value.dtype if dtype is None else dtype)
         wide = torch.promote_types(wide, torch.float32) if dtype is None else wide
         return value.to(base.device, wide, copy=True)
@@ -161,25 +185,27 @@ def add_rows(
     model: Model,
     name: str,
     tokens: Mapping[str, Sequence[int]],
-    tied: bool,
     dtype: torch.dtype | None = None,
     values: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Let an adapter train the rows of these ids, by table, from ``values`` [ids, hidden] or as the table has them."""
+    """Let an adapter train the rows of these ids, by table, from ``values`` [ids, hidden] or the initial ones."""
     for path, ids in tokens.items():
         module = model.get_submodule(path)
         assert isinstance(module, Embedding | Linear)
         table: Tensor = module.weight.detach()
         order = torch.tensor(ids, dtype=torch.int64, device=table.device)
-        value = table[order] if values is None or path not in values else values[path].to(table.device)
+        value = first_rows(model, path, ids) if values is None or path not in values else values[path].to(table.device)
         order, by = order.sort()
         wide = torch.promote_types(table.dtype, value.dtype if dtype is None else dtype)
         rows = value[by].to(torch.promote_types(wide, torch.float32) if dtype is None else wide, copy=True)
         if "token_adapter" not in module._modules:
             module.token_adapter = TokenRows()
         module.token_adapter.add(name, order, rows)
-    if tied and tokens:
-        model.lm_head.token_adapter = model.model.embed_tokens.token_adapter
+    if is_tied(model) and EMBEDDING in tokens and HEAD not in tokens:
+        if "token_adapter" not in model.lm_head._modules:
+            model.lm_head.token_adapter = TokenRows()
+        order, parameter = model.model.embed_tokens.token_adapter.of(name)
+        model.lm_head.token_adapter.add(name, order, parameter)  # the same rows
 
 
 def add_table(model: Model, name: str, path: str, adapter: Adapter, a: Tensor, b: Tensor, tied: bool) -> None:
@@ -242,7 +268,7 @@ def add_beside(
     given = values or {}
     add_copies(model, name, lora.copies, lora.tied, dtype, given)
     rows = {path: given[key] for path in lora.tokens if (key := f"{path}.{ROWS}") in given}
-    add_rows(model, name, lora.tokens, lora.tied, dtype, rows)
+    add_rows(model, name, lora.tokens, dtype, rows)
     for path in lora.tables:
         if lora.tied and path == HEAD:
             continue  # the embedding's

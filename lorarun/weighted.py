@@ -38,7 +38,7 @@ class TokenRows(nn.Module):
         self.trainable_tokens_delta = nn.ParameterDict()
 
     def add(self, name: str, tokens: Tensor, rows: Tensor) -> None:
-        self.trainable_tokens_delta[name] = nn.Parameter(rows)
+        self.trainable_tokens_delta[name] = rows if isinstance(rows, nn.Parameter) else nn.Parameter(rows)
         self.register_buffer(f"tokens_{name}", tokens, persistent=False)
 
     def of(self, name: str) -> tuple[Tensor, nn.Parameter]:
