@@ -123,7 +123,7 @@ class Linear(nn.Module):
         self.lora_bias: Any  # stands in for the bias; PEFT trains the bias itself, which no other adapter survives
         self.norms = Norms()
         self.active: str | None = None  # the adapter that runs
-        self.merged: tuple[str, Tensor] | None = None  # (adapter, the weight before it was added)
+        self.merged: tuple[str, Tensor, Tensor | None] | None = None  # (adapter, the weight and bias before it)
         self.scaled: ScaledWeight | None = None  # FP8 copies, shared by all projections of one input
 
     def forward(self, x: Tensor) -> Tensor:
@@ -207,12 +207,26 @@ class Linear(nn.Module):
         """A and B of an adapter as they are multiplied: with what it began with, if it subtracts that."""
         return self.lora_A[name].whole(0), self.lora_B[name].whole(1)
 
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """What an adapter is, by the arguments of :meth:`attach`, A and B as they are multiplied."""
+        a, b, magnitude, bias = (self._part(kind, name) for kind in PARTS)
+        found = {"magnitude": magnitude and magnitude.weight, "bias": bias and bias.weight}
+        if a is not None:
+            found |= zip(("a", "b", "b_bias"), (*self.matrices(name), b.bias), strict=True)
+        return {part: tensor for part, tensor in found.items() if tensor is not None}
+
     def learned(self, name: str) -> list[nn.Parameter]:
         """What training changes of an adapter, in the order of their names."""
         own = self.adapters[name]
         kinds = [kind for kind in PARTS if not (own.freeze_a and kind == "lora_A")]
         parts = [part for kind in kinds if (part := self._part(kind, name)) is not None]
         return [parameter for part in parts for parameter in part.parameters()]
+
+    def learns(self, name: str, on: bool) -> None:
+        """Have gradients for what training changes of an adapter, or for none of it."""
+        for kind in PARTS:
+            if (part := self._part(kind, name)) is not None:
+                part.requires_grad_(on and not (kind == "lora_A" and self.adapters[name].freeze_a))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if self.merged is not None:
