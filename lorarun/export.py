@@ -94,7 +94,8 @@ class _Export:
         return self.exact(name, self.base(name, stored)).to(self.dtype_of(self.source.entries[name]))
 
     def merges(self, name: str) -> bool:
-        return name in self.rewritten and self.rewritten[name].active == self.adapter
+        linear = self.rewritten.get(name)
+        return linear is not None and linear.active == self.adapter and "a" in linear.parts(self.adapter)
 
 
 def save_merged(
@@ -279,9 +280,8 @@ def _write_tensor(export: _Export, name: str, out: BinaryIO) -> None:
     before = export.base(name, stored)
     exact = export.exact(name, before)
     value = exact.to(export.dtype_of(export.source.entries[name])).contiguous()
-    if (export.merges(name) or name in export.biases or value.dtype != stored.dtype) and not torch.isfinite(
-        value
-    ).all():
+    changed = export.merges(name) or name in export.biases or value.dtype != stored.dtype
+    if changed and not torch.isfinite(value).all():
         export.infinite.append(name)
     if export.merges(name):
         if torch.equal(value, before.to(value.dtype)):
