@@ -183,7 +183,7 @@ def _prepare(model: Model, base: str, dtype: torch.dtype | None) -> _Export:
     own = dict(model.named_parameters(remove_duplicate=False))
     merged = {path: linear.merged for path, linear in linears(model) if linear.merged is not None}
     before = {f"{path}.weight": held[1] for path, held in merged.items()}
-    before |= {f"{path}.bias": held[2] for path, held in merged.items() if held[2] is not None}
+    before |= {f"{p}.bias": m.bias_before for p, m in linears(model) if m.bias_before is not None}
     live = {file: before.get(name, own[name].detach()) for name, file in stored.items() if name in own}
     rewritten = {
         f"{path}.weight": module

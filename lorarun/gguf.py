@@ -255,8 +255,7 @@ def _stored(model: Model, arch: str, name: str, values: Tensor) -> Tensor:
 def _values(model: Model, arch: str, name: str, module: Any) -> Tensor:
     """A module's weight, with the active adapter in it, or its bias, as it is written."""
     if name.endswith(".bias"):
-        before = module.merged
-        bias = (module.bias if before is None else before[2]).detach().float().cpu()
+        bias = (module.bias if module.bias_before is None else module.bias_before).detach().float().cpu()
         if model.active is not None and module.active == model.active:
             bias = merged_bias(bias, module, model.active)
         return _stored(model, arch, name, bias)

@@ -35,6 +35,7 @@ from lorarun.bucket import Given, Inputs, Shape, pack, shape_of, unpack
 from lorarun.kernels.backend import runs_triton, why
 from lorarun.linear import PARTS, Linear
 from lorarun.nn import Model
+from lorarun.trained import beyond
 
 GRAPHS = 8  # held at a time; they share one pool, which takes what the largest needs
 SIGHTINGS = 2  # a step is captured when its key comes up for this time: the first compiles kernels and fills caches
@@ -69,6 +70,8 @@ def look(model: Model) -> Look:
 
     Below a projection only its weight and its adapters' matrices are looked at, which never call anything.
     """
+    if (beside := beyond(model)) is not None:
+        return Look(beside, (), (), [])
     structure: list[Any] = []
     state: list[Any] = []
     learning: list[Slot] = []
@@ -91,6 +94,8 @@ def look(model: Model) -> Look:
         if kind is not Linear:
             stack.extend(child for child in own["_modules"].values() if child is not None)
             continue
+        if own["trained"] is not None:
+            obstacle = "a base weight is trained"
         if own["scaled"] is not None:
             structure += (part.data_ptr() for way in own["scaled"] for part in way)
         if own["_modules"]:

@@ -25,6 +25,7 @@ from lorarun.kernels.replay import decide
 from lorarun.kernels.rescale import rescale
 from lorarun.kernels.scaled import ScaledWeight
 from lorarun.quant.store import Store
+from lorarun.weighted import Weighted, replace_columns
 
 
 @dataclass
@@ -102,7 +103,7 @@ class Running(NamedTuple):
 PARTS = ("lora_A", "lora_B", "lora_magnitude_vector", "lora_bias")
 
 
-class Linear(nn.Module):
+class Linear(Weighted):
     """y = x · Wᵀ + b, plus the update of the active adapter.
 
     ``weight`` [out, in], a Parameter or a frozen store (:mod:`lorarun.quant.store`); ``bias`` [out] or None.  The
@@ -114,7 +115,7 @@ class Linear(nn.Module):
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.weight: Any = nn.Parameter(torch.empty(out_features, in_features))
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.adapters: dict[str, Adapter] = {}
         self.lora_A: Any  # module dictionaries of factors by the adapter's name, there when an adapter needs them
@@ -122,29 +123,35 @@ class Linear(nn.Module):
         self.lora_magnitude_vector: Any
         self.lora_bias: Any  # stands in for the bias; PEFT trains the bias itself, which no other adapter survives
         self.norms = Norms()
-        self.active: str | None = None  # the adapter that runs
-        self.merged: tuple[str, Tensor, Tensor | None] | None = None  # (adapter, the weight and bias before it)
         self.scaled: ScaledWeight | None = None  # FP8 copies, shared by all projections of one input
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, row: int = 0) -> Tensor:
+        """``row``: where the rows of x start in the input that dropout's mask belongs to, when they are a part of
+        it."""
         h = x.to(_autocast_dtype(x) if isinstance(self.weight, Store) else self.weight.dtype)
-        y = self.adapt(self._product(h, None if self.running().after else self.bias), h)
+        copy = self.copy()
+        bias: Tensor | None = None if self.running().after else self.bias
+        if copy is not None and copy.bias is not None:
+            bias = copy.bias.to(h.dtype)
+        y = self.adapt(self._product(h, bias), h, row)
+        if (rows := self.rows()) is not None:
+            y = replace_columns(y, h, rows)
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
     def _product(self, h: Tensor, bias: Tensor | None = None) -> Tensor:
         if not isinstance(self.weight, Store):
-            return F.linear(h, self.weight, bias)
+            return F.linear(h, self.effective(), bias)
         y: Tensor = _StoredLinear.apply(h, self.weight, None if bias is None else bias.to(h.dtype))
         return y
 
-    def adapt(self, y: Tensor, x: Tensor) -> Tensor:
+    def adapt(self, y: Tensor, x: Tensor, row: int = 0) -> Tensor:
         """y, the product of x with the weight, plus the active adapter; :class:`Running` says if y has the bias."""
         branch, drop, *_, magnitude = self.running()
         if branch.a is None or branch.b is None:
             return self.finish(y)
         if drop is None:
             return self.finish(y + low_rank(x, branch.a, branch.b, branch.scale))
-        dropped = dropout(x, *drop)
+        dropped = dropout(x, *drop._replace(row=row))
         update = low_rank(dropped, branch.a, branch.b, branch.scale)
         if magnitude is None:
             return self.finish(y + update)
@@ -177,10 +184,10 @@ class Linear(nn.Module):
 
         Now, or inside a model at the time when this pass through it began.
         """
-        running: Running = decide(self, self._running)
+        running: Running = decide(self, self._adapter)
         return running
 
-    def _running(self) -> Running:
+    def _adapter(self) -> Running:
         name = self.active if self.merged is None else None
         if name is None:
             return Running(Branch(self.out_features))
@@ -221,20 +228,6 @@ class Linear(nn.Module):
         kinds = [kind for kind in PARTS if not (own.freeze_a and kind == "lora_A")]
         parts = [part for kind in kinds if (part := self._part(kind, name)) is not None]
         return [parameter for part in parts for parameter in part.parameters()]
-
-    def learns(self, name: str, on: bool) -> None:
-        """Have gradients for what training changes of an adapter, or for none of it."""
-        for kind in PARTS:
-            if (part := self._part(kind, name)) is not None:
-                part.requires_grad_(on and not (kind == "lora_A" and self.adapters[name].freeze_a))
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if self.merged is not None:
-            raise ValueError(
-                f"state_dict: the adapter {self.merged[0]!r} is merged into {prefix}weight and would be applied twice "
-                "when this is loaded. Call unmerge(model) first; save_merged writes a merged checkpoint."
-            )
-        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def attach(
         self,

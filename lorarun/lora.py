@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from lorarun.linear import Adapter
 from lorarun.nn import Linear, Model
 from lorarun.options import Lora, faults, of_pattern
 from lorarun.quant.store import NF4Store, Store, dequantize
+from lorarun.trained import TABLES, add_beside, inside_adapter, owner, parameters_of, plan_beside, switch, weighted
 
 # The projections of a block, by the input they read.  Those that share an input share its dropout mask.
 INPUTS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1, "gate_proj": 2, "up_proj": 2, "down_proj": 3}
@@ -55,7 +56,7 @@ def add_lora(
 
     targets: "all-linear" (the seven projections of every block, never the head); another string is a regular
         expression that must match a module's whole name; a list has names that a module's name equals or ends in
-        ("q_proj", "mlp.up_proj").
+        ("q_proj", "mlp.up_proj", "embed_tokens", "lm_head").
     layers: only these blocks, numbered from 0.
     rank_pattern, alpha_pattern: another r or alpha for some projections, by regular expressions for what their names
         end in, behind a dot: {"o_proj": 4, "layers.[01].mlp.up_proj": 32}.  The first that matches counts.
@@ -68,14 +69,14 @@ def add_lora(
     init: of A and B: "default" (A uniform in ±1/√in, B zero), "gaussian", "pissa", "pissa_niter_N", "olora", or
         "loftq", with which NF4 weights start closer to what they were made from; see :mod:`lorarun.initial`.
     freeze_a: train B alone (LoRA-FA, Zhang et al. 2023, arXiv:2308.03303): projections then keep no input for backward.
-    dtype: of A and B and all else that is learned.
+    modules_to_save: modules that are trained whole, as copies, by what their names end in ("lm_head", "norm": all of
+        them).  They get no low-rank update.  Tied tables stay tied: what is asked for one is had by both.
+    dtype: of A and B and all else that is learned; of copies where it is wider than the weight.
     seed: for A's values and the dropout masks; without one, A comes from torch's global generator.
 
     Returns the model.  Raises ValueError for a target that matches nothing it could attach to, a name that is taken,
     and for what is not supported, alone or together.
     """
-    if modules_to_save:
-        raise ValueError("add_lora: modules_to_save is not supported.")
     wanted = targets if isinstance(targets, str) else list(targets)
     blocks = [layers] if isinstance(layers, int) else None if layers is None else sorted(set(layers))
     own = bias if isinstance(bias, str) else "none"
@@ -87,9 +88,13 @@ def add_lora(
         raise ValueError(f"add_lora: {'; '.join(wrong)}.")
     check_new(model, name, "add_lora")
     found = find_targets(model, wanted, blocks)
+    plan_beside(model, lora, modules_to_save, chosen_tables(wanted), "add_lora")
+    found = [(path, linear) for path, linear in found if path not in lora.copies]
     lora.modules = [path for path, _ in found]
     _check_fits(model, lora, found)
-    attach(model, name, lora, _first_parts(model, lora, found, dtype))
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    parts = _first_parts(model, lora, found, dtype, generator)
+    attach(model, name, lora, parts, dtype, generator=generator)
     return model.train()
 
 
@@ -98,8 +103,12 @@ def _check_fits(model: Model, lora: Lora, found: list[tuple[str, Linear]]) -> No
     wrong = []
     for kind, pattern in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for key in pattern:
-            if not any(of_pattern({key: 1}, path, 0) for path in lora.modules):
+            if not any(of_pattern({key: 1}, path, 0) for path in (*lora.modules, *lora.tables)):
                 wrong.append(f"{kind}: {key!r} matches none of the projections that get an adapter")
+    plain = {"dora": lora.dora, "bias=True": lora.lora_bias, "freeze_a": lora.freeze_a}
+    plain[f"init={lora.init!r}"] = lora.init != "default"
+    if lora.tables and (asked := [option for option, there in plain.items() if there]):
+        wrong.append(f"{', '.join(asked)} on {' and '.join(lora.tables)} is not supported; leave these out of targets")
     if lora.bias != "none" and not biased(model, lora):
         wrong.append(f"bias={lora.bias!r}: these projections have no bias to train; bias=True gives B one")
     if lora.init not in ("default", "gaussian"):
@@ -122,14 +131,14 @@ def biased(model: Model, lora: Lora) -> dict[str, Linear]:
     if lora.bias == "none":
         return {}
     every = {path: m for path, m in model.named_modules() if isinstance(m, Linear) and block_of(path) is not None}
-    return {path: m for path, m in every.items() if m.bias is not None and (lora.bias == "all" or path in lora.modules)}
+    every = {path: m for path, m in every.items() if m.bias is not None and path not in lora.copies}
+    return {path: m for path, m in every.items() if lora.bias == "all" or path in lora.modules}
 
 
 def _first_parts(
-    model: Model, lora: Lora, found: list[tuple[str, Linear]], dtype: torch.dtype
+    model: Model, lora: Lora, found: list[tuple[str, Linear]], dtype: torch.dtype, generator: torch.Generator | None
 ) -> Iterator[tuple[str, Linear, dict[str, Any]]]:
     """What :func:`attach` takes, as training begins."""
-    generator = None if lora.seed is None else torch.Generator().manual_seed(lora.seed)
     own = biased(model, lora)
     for path, linear in found:
         scale, original = lora.scale_of(path), None
@@ -156,11 +165,20 @@ def _copied(bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     return bias.detach().to(dtype, copy=True)
 
 
-def attach(model: Model, name: str, lora: Lora, parts: Iterable[tuple[str, Linear, dict[str, Any]]]) -> None:
+def attach(
+    model: Model,
+    name: str,
+    lora: Lora,
+    parts: Iterable[tuple[str, Linear, dict[str, Any]]],
+    dtype: torch.dtype | None = None,
+    values: Mapping[str, Tensor] | None = None,
+    generator: torch.Generator | None = None,
+) -> None:
     """Put an adapter in place, (module name, module, arguments of ``Linear.attach``) for each projection, and make it
     the active one.
 
-    What ``add_lora``, ``load_adapter`` and ``combine_adapters`` share.
+    What ``add_lora``, ``load_adapter`` and ``combine_adapters`` share.  dtype, values, generator: of what it trains
+    beside projections, see :func:`lorarun.trained.add_beside`.
     """
     model.requires_grad_(False)
     if lora.seed is not None:
@@ -168,6 +186,7 @@ def attach(model: Model, name: str, lora: Lora, parts: Iterable[tuple[str, Linea
     for path, linear, part in parts:
         adapter = Adapter(lora.scale_of(path), lora.dropout, _stream(path), model.clock, lora.freeze_a)
         linear.attach(name, adapter, **{key: _to(value, linear.weight.device) for key, value in part.items()})
+    add_beside(model, name, lora, dtype, values, generator)
     model.adapters[name] = lora
     use_adapter(model, name)
 
@@ -194,14 +213,14 @@ def _stream(path: str) -> int:
 
 def find_targets(model: Model, targets: str | list[str], layers: list[int] | None = None) -> list[tuple[str, Linear]]:
     """The projections that ``targets`` means, with their names, in the model's order; see :func:`add_lora` for the
-    rules."""
+    rules.  The tables, which it may mean too, are :func:`chosen_tables`'s."""
     blocks = len(model.model.layers)
     if layers is not None and (not layers or not all(isinstance(i, int) and 0 <= i < blocks for i in layers)):
         raise ValueError(f"layers={layers}: expected numbers of blocks from 0 to {blocks - 1}.")
     modules = {
         path: module
         for path, module in model.named_modules()
-        if path and "lora_" not in path and not isinstance(module, Store)
+        if path and not inside_adapter(path) and not isinstance(module, Store)
     }
     matched = [path for path in modules if selects(targets, path)]
     if not matched:
@@ -213,22 +232,23 @@ def find_targets(model: Model, targets: str | list[str], layers: list[int] | Non
         raise ValueError(
             f"targets={targets!r} match no module; projections are named {', '.join(sorted(INPUTS))}.{hint}"
         )
-    head = [path for path in matched if path in ("lm_head", "model.embed_tokens")]
-    if head:
-        raise ValueError(
-            f"targets: adapters on {' and '.join(head)} are not supported; the projections of the blocks are."
-        )
-    wrong = [path for path in matched if not isinstance(modules[path], Linear)]
+    below = [path for path in matched if path not in TABLES]
+    wrong = [path for path in below if not isinstance(modules[path], Linear)]
     if wrong:
         shown = ", ".join(f"{path} ({type(modules[path]).__name__})" for path in wrong[:3])
         raise ValueError(f"targets={targets!r} match {len(wrong)} modules that are no projections, such as {shown}.")
     if not isinstance(targets, str):
         if unmatched := [target for target in targets if not any(selects([target], path) for path in matched)]:
             warnings.warn(f"targets {', '.join(unmatched)} match no module of this model.", stacklevel=3)
-    chosen = [path for path in matched if layers is None or block_of(path) in layers]
-    if not chosen:
+    chosen = [path for path in below if layers is None or block_of(path) in layers]
+    if not chosen and layers is not None:
         raise ValueError(f"targets={targets!r} match no module of layers {layers}.")
     return [(path, module) for path in chosen if isinstance(module := modules[path], Linear)]
+
+
+def chosen_tables(targets: str | list[str]) -> list[str]:
+    """The embedding and the head, where ``targets`` means them."""
+    return [path for path in TABLES if selects(targets, path)]
 
 
 def selects(targets: str | list[str], path: str) -> bool:
@@ -262,43 +282,45 @@ def use_adapter(model: Model, name: str | None) -> None:
     model.active = name
     for _, linear in linears(model):
         linear.active = name if name in linear.adapters else None
-        for each in linear.adapters:
-            linear.learns(each, each == name)
+    switch(model, name)
 
 
 @contextmanager
 def adapters_disabled(model: Model) -> Iterator[None]:
     """Run the base model alone inside a ``with`` block; afterwards all is as before, whatever happened in it."""
     check_not_merged(model, "adapters_disabled")
-    active, carriers = model.active, [linear for _, linear in linears(model)]
-    running = [linear.active for linear in carriers]
-    factors = [factor for linear in carriers for each in linear.adapters for factor in linear.learned(each)]
-    trained = [factor.requires_grad for factor in factors]
+    active, carriers = model.active, [module for _, module in weighted(model)]
+    running = [(module.active, module.trained) for module in carriers]
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         model.active = None
-        for linear in carriers:
-            linear.active = None
+        for module in carriers:
+            module.active = module.trained = None
         yield
     finally:
         model.active = active
-        for _, linear in linears(model):
-            linear.active = None  # also what was attached inside
-        for linear, name in zip(carriers, running, strict=True):
-            linear.active = name
-        for factor, flag in zip(factors, trained, strict=True):
-            factor.requires_grad_(flag)
+        for module, (adapter, trained) in zip(carriers, running, strict=True):
+            module.active, module.trained = adapter, trained  # also where something was attached inside
+        for name, parameter in model.named_parameters():
+            if owner(name) is not None:
+                parameter.requires_grad_(False)
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
 
 
 def lora_parameters(model: Model, name: str | None = None) -> list[nn.Parameter]:
-    """What an adapter (the active one by default) trains, in the model's order: what an optimizer is given."""
+    """Everything that an adapter trains (the active one by default), in the model's order: what an optimizer is given.
+
+    Its matrices, and where it has them its copies of modules and its rows of tokens.
+    """
     name = model.active if name is None else name
     if name not in model.adapters:
         raise ValueError(
             f"There is no adapter {name!r}; the model has {', '.join(model.adapters) or 'none: call add_lora'}."
         )
-    return [factor for _, linear in linears(model) if name in linear.adapters for factor in linear.learned(name)]
+    return parameters_of(model, name)
 
 
 def check_not_merged(model: Model, call: str) -> None:
-    if any(linear.merged is not None for _, linear in linears(model)):
+    if any(module.merged is not None for _, module in weighted(model)):
         raise ValueError(f"{call}: the adapter {model.active!r} is merged into the weights; call unmerge(model) first.")

@@ -19,6 +19,7 @@ from lorarun.lora import attach, check_new, linears
 from lorarun.nn import Linear, Model
 from lorarun.options import Lora
 from lorarun.quant.store import Store
+from lorarun.trained import is_tied, merge_trained, touches_tables, unmerge_trained, untie
 
 
 def merged_weight(weight: Tensor, linear: Linear, name: str, device: torch.device | str | None = None) -> Tensor:
@@ -70,8 +71,9 @@ def merge(model: Model) -> None:
     """Fold the active adapter into the weights: W ← W + scale · B·A, added in fp32 and rounded once, and with DoRA
     scaled row by row; biases likewise.
 
-    Calling it again changes nothing.  The weights before are kept in host memory, so that :func:`unmerge` restores
-    every bit.
+    Copies and rows take the place of what they stand for; a tied head gets a table of its own where the adapter has
+    one for either.  Calling it again changes nothing.  The weights before are kept in host memory, so that
+    :func:`unmerge` restores every bit.
     """
     if model.active is None:
         raise ValueError("merge: no adapter is active; attach one with add_lora or load_adapter.")
@@ -83,14 +85,20 @@ def merge(model: Model) -> None:
         )
     if wrong := without_place(model, model.active):
         raise ValueError(f"merge: {wrong}.")
+    tied = is_tied(model) and touches_tables(model, model.active)
+    if tied:
+        untie(model)
+    merge_trained(model, model.active)
     for _, linear in linears(model):
         if linear.active is not None and linear.merged is None:
             weight, bias = linear.weight.data, None if linear.bias is None else linear.bias.data
-            before = None if bias is None else bias.to("cpu", copy=True)
-            linear.merged = (linear.active, weight.to("cpu", copy=True), before)
+            linear.merged = (linear.active, weight.to("cpu", copy=True))
+            linear.bias_before = None if bias is None else bias.to("cpu", copy=True)
             weight.copy_(merged_weight(weight, linear, linear.active))
             if bias is not None and (anew := merged_bias(bias, linear, linear.active)) is not None:
                 bias.copy_(anew)
+    if tied and model.adapters[model.active].tied:
+        model.lm_head.weight = model.model.embed_tokens.weight  # the same values
 
 
 def unmerge(model: Model) -> None:
@@ -98,9 +106,10 @@ def unmerge(model: Model) -> None:
     for _, linear in linears(model):
         if linear.merged is not None:
             linear.weight.data.copy_(linear.merged[1])
-            if linear.bias is not None and linear.merged[2] is not None:
-                linear.bias.data.copy_(linear.merged[2])
-            linear.merged = None
+            if linear.bias is not None and linear.bias_before is not None:
+                linear.bias.data.copy_(linear.bias_before)
+            linear.merged = linear.bias_before = None
+    unmerge_trained(model)
 
 
 def combine_adapters(model: Model, weights: Mapping[str, float], name: str = "combined") -> None:
@@ -110,13 +119,15 @@ def combine_adapters(model: Model, weights: Mapping[str, float], name: str = "co
     rank is the sum of theirs, projection by projection, its scale 1 and its dropout 0; the others stay as they are.
 
     Raises ValueError for names that the model does not have, and for adapters that do not add up: with DoRA, with
-    biases in the place of the base's, or made to correct quantised weights (``init="loftq"``).
+    biases in the place of the base's, with tables or copies of modules, or made to correct quantised weights
+    (``init="loftq"``).
     """
     wrong = [f"there is no adapter {each!r}" for each in weights if each not in model.adapters]
     wrong += [f"the weight of {each!r} is {w!r}" for each, w in weights.items() if not _finite(w)]
     for each in set(weights) & set(model.adapters):
         lora: Lora = model.adapters[each]
         kinds = {"DoRA": lora.dora, "biases of the base's": lora.bias != "none", "init='loftq'": lora.init == "loftq"}
+        kinds |= {"tables or copies": bool(lora.tables or lora.copies or lora.tokens)}
         wrong += [f"{each!r} has {kind}, which does not add up" for kind, there in kinds.items() if there]
     if wrong or not weights:
         have = ", ".join(model.adapters) or "none"

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from lorarun.kernels.rms_norm import add_rms_norm, rms_norm
 from lorarun.kernels.rope import rope
-from lorarun.linear import Clock, Linear
+from lorarun.linear import Adapter, Clock, Linear
 from lorarun.quant.store import stores
 from lorarun.rotary import Tables
+from lorarun.weighted import Weighted, replace_rows
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Weighted):
     """RMSNorm over the last dimension; ``plus_one`` for Gemma's 1 + w.  See :mod:`lorarun.kernels.rms_norm`."""
 
     def __init__(self, dim: int, eps: float, plus_one: bool = False) -> None:
@@ -26,7 +27,7 @@ class RMSNorm(nn.Module):
         self.eps, self.plus_one = eps, plus_one
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, self.plus_one)
+        return rms_norm(x, self.effective(), self.eps, self.plus_one)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, plus_one={self.plus_one}"
@@ -38,7 +39,8 @@ def add_norm(x: Tensor, delta: Tensor | None, norm: RMSNorm, post: RMSNorm | Non
     x, delta [batch, seq, hidden].  With delta None the stream passes unchanged.
     """
     if untouched(norm) and (post is None or untouched(post)):
-        return add_rms_norm(x, delta, norm.weight, norm.eps, norm.plus_one, None if post is None else post.weight)
+        after = None if post is None else post.effective()
+        return add_rms_norm(x, delta, norm.effective(), norm.eps, norm.plus_one, after)
     if delta is not None:
         x = x + (delta if post is None else post(delta))
     return x, norm(x)
@@ -60,20 +62,46 @@ def touched(module: nn.Module) -> bool:
     return "forward" in vars(module) or any(hooks)
 
 
-class Embedding(nn.Module):
-    """Rows of a table [vocab, hidden], times ``scale`` where a family has one.
+class Embedding(Weighted):
+    """Rows of a table [vocab, hidden], times ``scale`` where a family has one, plus the update of the active adapter.
 
-    The scale is first rounded to the table's dtype, as Gemma was trained: √3072 is 55.5 in bf16, not 55.4256.
+    The scale is first rounded to the table's dtype, as Gemma was trained: √3072 is 55.5 in bf16, not 55.4256.  An
+    adapter's A [rank, vocab] and B [hidden, rank] update the table by scale · (B·A)ᵀ, without dropout as in PEFT, and
+    are named as there (``lora_embedding_A.<adapter>``).
     """
 
     def __init__(self, vocab: int, hidden: int, scale: float | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab, hidden))
         self.scale = scale
+        self.adapters: dict[str, Adapter] = {}
+        self.lora_embedding_A: Any  # dictionaries of parameters, there when there are adapters
+        self.lora_embedding_B: Any
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = F.embedding(ids, self.weight)
-        return x if self.scale is None else x * torch.tensor(self.scale, dtype=x.dtype).item()
+        x = F.embedding(ids, self.master()).to(self.weight.dtype)
+        if (rows := self.rows()) is not None:
+            x = replace_rows(x, ids, rows)
+        x = self._scaled(x)
+        if self.active is None or self.merged is not None:
+            return x
+        a, b = self.factors(self.active)
+        update = F.linear(F.embedding(ids, a.T), b) * self.adapters[self.active].scale
+        return (x + self._scaled(update)).to(x.dtype)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.scale is None else x * torch.tensor(self.scale, dtype=self.weight.dtype).item()
+
+    def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+        """A [rank, vocab] and B [hidden, rank] of an adapter."""
+        return self.lora_embedding_A[name], self.lora_embedding_B[name]
+
+    def attach(self, name: str, adapter: Adapter, a: Tensor, b: Tensor) -> None:
+        """Add an adapter with A [rank, vocab] and B [hidden, rank] as trainable parameters; it is not made active."""
+        if not self.adapters:
+            self.lora_embedding_A, self.lora_embedding_B = nn.ParameterDict(), nn.ParameterDict()
+        self.adapters[name] = adapter
+        self.lora_embedding_A[name], self.lora_embedding_B[name] = nn.Parameter(a), nn.Parameter(b)
 
 
 class Model(nn.Module):
@@ -109,6 +137,8 @@ class Model(nn.Module):
         self.original: Any = None
         self.adapters: dict[str, Any] = {}
         self.active: str | None = None
+        self.added: set[int] = set()  # ids of tokens that the checkpoint's tables do not have, or had no token for
+        self.untied = False  # whether a merge gave a tied head a table of its own
         self.compute = "bf16"
         self.clock = Clock()
         self.planned: Any = None  # what lorarun.plan decided, or loss by itself
@@ -188,4 +218,4 @@ def rotary(
     cos, sin = tables[:2]
     if q_norm is None or k_norm is None:
         return rope(q, k, cos, sin)
-    return rope(q, k, cos, sin, q_norm.weight, k_norm.weight, q_norm.eps, q_norm.plus_one)
+    return rope(q, k, cos, sin, q_norm.effective(), k_norm.effective(), q_norm.eps, q_norm.plus_one)

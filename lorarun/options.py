@@ -37,6 +37,11 @@ class Lora:
     dora: bool = False
     init: str = "default"
     freeze_a: bool = False
+    tables: list[str] = field(default_factory=list)  # the embedding and the head, where they have a low-rank update
+    modules_to_save: list[str] = field(default_factory=list)  # as asked
+    copies: list[str] = field(default_factory=list)  # full names of the modules of which it holds copies
+    tokens: dict[str, list[int]] = field(default_factory=dict)  # ids whose rows it trains, by table
+    tied: bool = False  # whether what it has for the embedding serves a tied head too, and the other way round
 
     @property
     def scale(self) -> float:

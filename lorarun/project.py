@@ -41,6 +41,8 @@ def obstacle(linears: Sequence[Linear], dtype: torch.dtype) -> str | None:
     """Why these projections cannot run as one on inputs of ``dtype``; None when they can."""
     if not all(untouched(linear) for linear in linears):
         return "a projection is hooked or replaced"
+    if any(linear.trained is not None and linear.merged is None for linear in linears):
+        return "a base weight is trained"
     if any(p is not None and p.requires_grad for linear in linears for p in (linear.weight, linear.bias)):
         return "a base weight is trained"
     dense = {str(linear.weight.dtype) for linear in linears if not isinstance(linear.weight, Store)}

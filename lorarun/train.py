@@ -26,7 +26,8 @@ from lorarun.adapter import save_adapter
 from lorarun.bucket import Given, Inputs, sent
 from lorarun.data import Batch, Batches, Prepared, as_batch, batches, prepare, supervised, targets
 from lorarun.graph import Steps
-from lorarun.kernels.cross_entropy import IGNORE, linear_cross_entropy
+from lorarun.head import head_losses
+from lorarun.kernels.cross_entropy import IGNORE
 from lorarun.lora import linears
 from lorarun.memory import follow
 from lorarun.nn import Model
@@ -84,7 +85,7 @@ def _mean(model: Model, inputs: Inputs) -> Tensor:
     picked = hidden.flatten(0, 1)  # [tokens, hidden]
     if inputs.rows is not None:
         picked = picked.index_select(0, inputs.rows)  # [supervised, hidden]
-    losses = linear_cross_entropy(picked, model.lm_head.weight, inputs.goal, model.softcap)
+    losses = head_losses(model, picked, inputs.goal)
     denominator = inputs.denominator
     return losses.sum() / (denominator.to(losses.dtype) if isinstance(denominator, Tensor) else denominator)
 

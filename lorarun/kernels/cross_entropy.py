@@ -102,7 +102,13 @@ def _chunk(
         z = logits_reference(hidden, weight, softcap, scale)
         grad = gradient_reference(z, targets, softcap, scale).to(hidden.dtype) if gradient else None
         return loss_reference(z, targets), grad
-    z = torch.nn.functional.linear(hidden, weight)
+    return _rows(torch.nn.functional.linear(hidden, weight), targets, softcap, scale, gradient)
+
+
+def _rows(
+    z: Tensor, targets: Tensor, softcap: float | None, scale: float, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Losses [rows] of raw logits [rows, vocab], and with ``gradient`` theirs, in the same memory."""
     losses = torch.empty(len(z), dtype=torch.float32, device=z.device)
     _loss[(len(z),)](
         z, targets, losses, z.shape[1], scale, softcap or 1.0,
@@ -155,6 +161,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 del grad
             dweight = dweight.to(ctx.weight_dtype)
         return dhidden, dweight, None, None, None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Saves d logits, which a kernel writes over the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
+        gradient = ctx.needs_input_grad[0]
+        if runs_triton(z) and z.dtype != torch.float64:
+            losses, grad = _rows(z.contiguous(), targets, softcap, 1.0, gradient)
+        else:
+            wide = z.to(torch.promote_types(z.dtype, torch.float32))
+            wide = wide if softcap is None else softcap * torch.tanh(wide / softcap)
+            losses = loss_reference(wide, targets)
+            grad = gradient_reference(wide, targets, softcap, 1.0).to(z.dtype) if gradient else None
+        ctx.save_for_backward(grad)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = ctx.saved_tensors
+        return grad * upstream.unsqueeze(-1).to(grad.dtype), None, None
+
+
+def cross_entropy(z: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
+    """The loss of each row [rows] in fp32 (fp64 for fp64 input) from raw logits z [rows, vocab]; otherwise as
+    :func:`linear_cross_entropy`.
+
+    z is used up: its memory may hold its gradient afterwards, so nothing else may need it.
+    """
+    losses: Tensor = _CrossEntropy.apply(z, targets, softcap)
+    return losses
 
 
 def linear_cross_entropy(
