@@ -15,7 +15,7 @@ from lorarun.gguf import save_gguf
 from lorarun.load import load, load_adapter
 from lorarun.lora import adapters_disabled, add_lora, lora_parameters, use_adapter
 from lorarun.memory import plan
-from lorarun.merge import merge, unmerge
+from lorarun.merge import combine_adapters, merge, unmerge
 from lorarun.preview import preview
 from lorarun.publish import push_to_hub
 from lorarun.report import report
@@ -28,6 +28,7 @@ __all__ = [
     "adapters_disabled",
     "add_lora",
     "batches",
+    "combine_adapters",
     "evaluate",
     "fit",
     "generate",

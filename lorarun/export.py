@@ -37,7 +37,7 @@ from lorarun.checkpoint import DENSE, Checkpoint, open_checkpoint, read_config, 
 from lorarun.headers import DTYPES, INDEX, Entry, abbreviate
 from lorarun.load import free_memory, load
 from lorarun.lora import linears
-from lorarun.merge import merged_weight
+from lorarun.merge import merged_bias, merged_weight, without_place
 from lorarun.nn import Linear, Model
 from lorarun.quant.store import Store, dequantize
 
@@ -60,6 +60,7 @@ class _Export:
     dtype: torch.dtype | None
     live: dict[str, Tensor]  # the live model's dense weights, without adapter
     rewritten: dict[str, Linear]  # the projections that have an adapter, or whose weight is another than the source's
+    biases: dict[str, Linear]  # those whose bias the adapter changes, by the bias's name
     changed: list[str] = field(default_factory=list)  # live weights that are not the source's
     infinite: list[str] = field(default_factory=list)  # tensors that the chosen dtype cannot hold
     same: list[str] = field(default_factory=list)  # projections that the adapter does not change
@@ -81,7 +82,11 @@ class _Export:
         return dequantize(weight, torch.float32).cpu() if isinstance(weight, Store) else stored.to(weight.dtype)
 
     def exact(self, name: str, base: Tensor) -> Tensor:
-        """The weight with the adapter in it, not rounded yet."""
+        """The weight, or bias, with the adapter in it, not rounded yet."""
+        if name in self.biases:
+            bias = merged_bias(base.to(self.biases[name].weight.device), self.biases[name], self.adapter)
+            assert bias is not None
+            return bias.cpu()
         return merged_weight(base, self.rewritten[name], self.adapter) if self.merges(name) else base
 
     def value(self, name: str, stored: Tensor) -> Tensor:
@@ -89,7 +94,8 @@ class _Export:
         return self.exact(name, self.base(name, stored)).to(self.dtype_of(self.source.entries[name]))
 
     def merges(self, name: str) -> bool:
-        return name in self.rewritten and self.rewritten[name].active == self.adapter
+        linear = self.rewritten.get(name)
+        return linear is not None and linear.active == self.adapter and "a" in linear.parts(self.adapter)
 
 
 def save_merged(
@@ -158,6 +164,10 @@ def _check_arguments(model: Model, base: str, dtype: torch.dtype | None, bits: i
         wrong.append("this model overflows in float16; choose torch.bfloat16 or float32")
     if model.active is None:
         wrong.append(f"no adapter is active; the model has {', '.join(model.adapters) or 'none'}")
+    elif homeless := without_place(model, model.active):
+        wrong.append(homeless)
+    elif base == "original" and model.adapters[model.active].init == "loftq":
+        wrong.append("base='original' would correct twice: init='loftq' has the error of the quantised weights in it")
     if model.source is None:
         wrong.append("this model was not loaded from a checkpoint")
     elif model.source.folder.suffix == ".gguf":
@@ -171,7 +181,9 @@ def _prepare(model: Model, base: str, dtype: torch.dtype | None) -> _Export:
     source = open_checkpoint(model.source.folder)
     stored, problems = stored_names(source, model.nested)
     own = dict(model.named_parameters(remove_duplicate=False))
-    before = {f"{path}.weight": linear.merged[1] for path, linear in linears(model) if linear.merged is not None}
+    merged = {path: linear.merged for path, linear in linears(model) if linear.merged is not None}
+    before = {f"{path}.weight": held[1] for path, held in merged.items()}
+    before |= {f"{p}.bias": m.bias_before for p, m in linears(model) if m.bias_before is not None}
     live = {file: before.get(name, own[name].detach()) for name, file in stored.items() if name in own}
     rewritten = {
         f"{path}.weight": module
@@ -187,7 +199,12 @@ def _prepare(model: Model, base: str, dtype: torch.dtype | None) -> _Export:
         raise ValueError(f"save_merged: {source.folder} is no longer the checkpoint that this model was loaded from.")
     if any(entries[name].dtype not in DENSE for name in shapes):
         raise ValueError(f"save_merged: {source.folder} is quantised itself, which is not supported.")
-    return _Export(model, model.active, source, base == "original", dtype, live, anew)
+    biases = {
+        stored[f"{path}.bias"]: linear
+        for path, linear in linears(model)
+        if linear.bias is not None and linear.active and {"bias", "b_bias"} & linear.parts(linear.active).keys()
+    }
+    return _Export(model, model.active, source, base == "original", dtype, live, anew, biases)
 
 
 def _check_space(export: _Export, partial: Path) -> None:
@@ -263,7 +280,8 @@ def _write_tensor(export: _Export, name: str, out: BinaryIO) -> None:
     before = export.base(name, stored)
     exact = export.exact(name, before)
     value = exact.to(export.dtype_of(export.source.entries[name])).contiguous()
-    if (export.merges(name) or value.dtype != stored.dtype) and not torch.isfinite(value).all():
+    changed = export.merges(name) or name in export.biases or value.dtype != stored.dtype
+    if changed and not torch.isfinite(value).all():
         export.infinite.append(name)
     if export.merges(name):
         if torch.equal(value, before.to(value.dtype)):

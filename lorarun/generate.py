@@ -28,7 +28,9 @@ import torch
 from torch import Tensor
 
 from lorarun.cache import Cache
+from lorarun.dora import held
 from lorarun.kernels.dropout import philox
+from lorarun.lora import linears
 from lorarun.nn import Model
 from lorarun.rotary import Rotary
 from lorarun.tokenizer import Stream, Tokenizer, configs, end_ids
@@ -296,7 +298,7 @@ def _aside(model: Model) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), held([linear.norms for _, linear in linears(model)]):
             yield
     finally:
         for module, training in modes:

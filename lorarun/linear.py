@@ -214,6 +214,14 @@ class Linear(Weighted):
         """A and B of an adapter as they are multiplied: with what it began with, if it subtracts that."""
         return self.lora_A[name].whole(0), self.lora_B[name].whole(1)
 
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """What an adapter is, by the arguments of :meth:`attach`, A and B as they are multiplied."""
+        a, b, magnitude, bias = (self._part(kind, name) for kind in PARTS)
+        found = {"magnitude": magnitude and magnitude.weight, "bias": bias and bias.weight}
+        if a is not None:
+            found |= zip(("a", "b", "b_bias"), (*self.matrices(name), b.bias), strict=True)
+        return {part: tensor for part, tensor in found.items() if tensor is not None}
+
     def learned(self, name: str) -> list[nn.Parameter]:
         """What training changes of an adapter, in the order of their names."""
         own = self.adapters[name]

@@ -9,48 +9,25 @@ Compared with the usual wrappers there is no wrapped model: names, checkpoints a
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lorarun.dora import row_norms
+from lorarun.initial import first_values
 from lorarun.linear import Adapter
 from lorarun.nn import Linear, Model
-from lorarun.quant.store import Store
+from lorarun.options import Lora, faults, of_pattern
+from lorarun.quant.store import NF4Store, Store, dequantize
 from lorarun.trained import TABLES, add_beside, inside_adapter, owner, parameters_of, plan_beside, switch, weighted
 
 # The projections of a block, by the input they read.  Those that share an input share its dropout mask.
 INPUTS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1, "gate_proj": 2, "up_proj": 2, "down_proj": 3}
-
-
-@dataclass
-class Lora:
-    """What an adapter of a model is; fields as in PEFT's ``adapter_config.json`` where it has them."""
-
-    r: int
-    alpha: float
-    targets: str | list[str]
-    dropout: float
-    rslora: bool
-    layers: list[int] | None
-    modules: list[str]  # full names of the projections that carry it
-    seed: int | None = None
-    tables: list[str] = field(default_factory=list)  # the embedding and the head, where they have a low-rank update
-    modules_to_save: list[str] = field(default_factory=list)  # as asked
-    copies: list[str] = field(default_factory=list)  # full names of the modules of which it holds copies
-    tokens: dict[str, list[int]] = field(default_factory=dict)  # ids whose rows it trains, by table
-    tied: bool = False  # whether what it has for the embedding serves a tied head too, and the other way round
-
-    @property
-    def scale(self) -> float:
-        """alpha / r, or alpha / √r with ``rslora`` (Kalajdzievski 2023, arXiv:2312.03732, section 3)."""
-        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
 
 def add_lora(
@@ -59,10 +36,11 @@ def add_lora(
     alpha: float = 16,
     targets: str | Sequence[str] = "all-linear",
     dropout: float = 0.0,
-    bias: bool = False,
+    bias: bool | str = False,
     rslora: bool = False,
     dora: bool = False,
     init: str = "default",
+    freeze_a: bool = False,
     layers: int | Sequence[int] | None = None,
     rank_pattern: dict[str, int] | None = None,
     alpha_pattern: dict[str, float] | None = None,
@@ -73,77 +51,150 @@ def add_lora(
 ) -> Model:
     """Attach a low-rank adapter, make it the active one, freeze all else and switch the model to training mode.
 
-    y = W·x + scale · B·A·drop(x), with A [r, in] uniform in ±1/√in, B [out, r] zero (so the model starts unchanged),
-    and scale = alpha / r, or alpha / √r with ``rslora``.
+    y = W·x + scale · B·A·drop(x), with A [r, in], B [out, r], and scale = alpha / r, or alpha / √r with ``rslora``.
+    The model starts unchanged (but see ``init``).
 
     targets: "all-linear" (the seven projections of every block, never the head); another string is a regular
         expression that must match a module's whole name; a list has names that a module's name equals or ends in
         ("q_proj", "mlp.up_proj", "embed_tokens", "lm_head").
     layers: only these blocks, numbered from 0.
+    rank_pattern, alpha_pattern: another r or alpha for some projections, by regular expressions for what their names
+        end in, behind a dot: {"o_proj": 4, "layers.[01].mlp.up_proj": 32}.  The first that matches counts.
     dropout: probability for elements of the input; one mask serves all projections of one input (PEFT draws one for
-        each).
+        each).  With DoRA what is scaled sees the dropped input too, as in PEFT, which takes a second product.
+    bias: True gives B a bias; "lora_only" trains the biases of the projections that have an adapter, "all" those of
+        every projection.  They belong to the adapter: the base keeps its own, and has it back when the adapter is off.
+    dora: learn the length of each row of the weight apart from its direction (Liu et al. 2024, arXiv:2402.09353):
+        y = m · (W + scale · B·A)·x / ‖W + scale · B·A‖, row by row, m [out] starting as ‖W‖.
+    init: of A and B: "default" (A uniform in ±1/√in, B zero), "gaussian", "pissa", "pissa_niter_N", "olora", or
+        "loftq", with which NF4 weights start closer to what they were made from; see :mod:`lorarun.initial`.
+    freeze_a: train B alone (LoRA-FA, Zhang et al. 2023, arXiv:2308.03303): projections then keep no input for backward.
     modules_to_save: modules that are trained whole, as copies, by what their names end in ("lm_head", "norm": all of
         them).  They get no low-rank update.  Tied tables stay tied: what is asked for one is had by both.
-    dtype: of A and B, and of copies where it is wider than the weight.
+    dtype: of A and B and all else that is learned; of copies where it is wider than the weight.
     seed: for A's values and the dropout masks; without one, A comes from torch's global generator.
 
     Returns the model.  Raises ValueError for a target that matches nothing it could attach to, a name that is taken,
-    and for what is not supported: bias, dora, other initialisations, patterns.
+    and for what is not supported, alone or together.
     """
-    _refuse(bias=bias, dora=dora, rank_pattern=rank_pattern, alpha_pattern=alpha_pattern)
-    if init != "default":
-        raise ValueError(f"add_lora: init={init!r} is not supported; 'default' is.")
-    if isinstance(r, bool) or not isinstance(r, int) or r < 1:
-        raise ValueError(f"add_lora: r is {r!r}; expected a whole number from 1 up.")
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"add_lora: dropout is {dropout}; expected a probability from 0 up to, not including, 1.")
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2):
-        raise ValueError(f"add_lora: dtype is {dtype!r}; expected a floating-point torch.dtype.")
-    if not (isinstance(alpha, int | float) and 0.0 < alpha < math.inf):
-        raise ValueError(f"add_lora: alpha is {alpha!r}; expected a number above 0.")
-    check_new(model, name, "add_lora")
     wanted = targets if isinstance(targets, str) else list(targets)
     blocks = [layers] if isinstance(layers, int) else None if layers is None else sorted(set(layers))
+    own = bias if isinstance(bias, str) else "none"
+    lora = Lora(
+        r, alpha, wanted, dropout, rslora, blocks, [], seed, dict(rank_pattern or {}), dict(alpha_pattern or {}),
+        own, bias is True, dora, init, freeze_a,
+    )  # fmt: skip
+    if wrong := faults(lora, dtype):
+        raise ValueError(f"add_lora: {'; '.join(wrong)}.")
+    check_new(model, name, "add_lora")
     found = find_targets(model, wanted, blocks)
-    lora = Lora(r, alpha, wanted, dropout, rslora, blocks, [], seed)
     plan_beside(model, lora, modules_to_save, chosen_tables(wanted), "add_lora")
     found = [(path, linear) for path, linear in found if path not in lora.copies]
     lora.modules = [path for path, _ in found]
+    _check_fits(model, lora, found)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-
-    def factors(linear: Linear) -> tuple[Tensor, Tensor]:
-        bound = 1.0 / math.sqrt(linear.in_features)
-        a = torch.empty(r, linear.in_features, dtype=torch.float32, device="cpu")
-        b = torch.zeros(linear.out_features, r, dtype=dtype, device="cpu")
-        return a.uniform_(-bound, bound, generator=generator).to(dtype), b
-
-    attach(model, name, lora, ((path, linear, *factors(linear)) for path, linear in found), dtype, generator=generator)
+    parts = _first_parts(model, lora, found, dtype, generator)
+    attach(model, name, lora, parts, dtype, generator=generator)
     return model.train()
+
+
+def _check_fits(model: Model, lora: Lora, found: list[tuple[str, Linear]]) -> None:
+    """Raise ValueError for arguments that this model cannot honour."""
+    wrong = []
+    for kind, pattern in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        for key in pattern:
+            if not any(of_pattern({key: 1}, path, 0) for path in (*lora.modules, *lora.tables)):
+                wrong.append(f"{kind}: {key!r} matches none of the projections that get an adapter")
+    plain = {"dora": lora.dora, "bias=True": lora.lora_bias, "freeze_a": lora.freeze_a}
+    plain[f"init={lora.init!r}"] = lora.init != "default"
+    if lora.tables and (asked := [option for option, there in plain.items() if there]):
+        wrong.append(f"{', '.join(asked)} on {' and '.join(lora.tables)} is not supported; leave these out of targets")
+    if lora.bias != "none" and not biased(model, lora):
+        wrong.append(f"bias={lora.bias!r}: these projections have no bias to train; bias=True gives B one")
+    if lora.init not in ("default", "gaussian"):
+        large = [path for path, linear in found if lora.rank_of(path) > min(linear.weight.shape)]
+        if large:
+            wrong.append(f"init={lora.init!r} takes r from the weight's own, and {large[0]} has fewer")
+    if lora.init == "loftq":
+        other = [path for path, linear in found if not isinstance(linear.weight, NF4Store)]
+        packed = [path for path, _ in found if not model.stored.get(f"{path}.weight", "dense").startswith("dense ")]
+        if other or model.original is None:
+            wrong.append("init='loftq' starts from what NF4 took from the weights; load the model with bits=4")
+        elif packed:
+            wrong.append(f"init='loftq' needs the weights before they were quantised, and {packed[0]} is stored so")
+    if wrong:
+        raise ValueError(f"add_lora: {'; '.join(wrong)}.")
+
+
+def biased(model: Model, lora: Lora) -> dict[str, Linear]:
+    """The projections whose own bias an adapter trains."""
+    if lora.bias == "none":
+        return {}
+    every = {path: m for path, m in model.named_modules() if isinstance(m, Linear) and block_of(path) is not None}
+    every = {path: m for path, m in every.items() if m.bias is not None and path not in lora.copies}
+    return {path: m for path, m in every.items() if lora.bias == "all" or path in lora.modules}
+
+
+def _first_parts(
+    model: Model, lora: Lora, found: list[tuple[str, Linear]], dtype: torch.dtype, generator: torch.Generator | None
+) -> Iterator[tuple[str, Linear, dict[str, Any]]]:
+    """What :func:`attach` takes, as training begins."""
+    own = biased(model, lora)
+    for path, linear in found:
+        scale, original = lora.scale_of(path), None
+        if lora.init == "loftq":
+            original = model.original(f"{path}.weight")
+        a, b, start = first_values(lora.init, linear.weight, lora.rank_of(path), scale, dtype, generator, original)
+        part: dict[str, Any] = {"a": a, "b": b, "start": start}
+        if lora.lora_bias:
+            part["b_bias"] = b.new_zeros(len(b))
+        if lora.dora:
+            w = dequantize(linear.weight, model.dtype) if isinstance(linear.weight, Store) else linear.weight
+            whole = (a, b) if start is None else (torch.cat((a, start[0])), torch.cat((b, start[1]), 1))
+            part["magnitude"] = row_norms(w, whole[0].to(w.device), whole[1].to(w.device), scale).to(dtype)
+        if path in own:
+            part["bias"] = _copied(linear.bias, dtype)
+        yield path, linear, part
+    for path, linear in own.items():
+        if path not in lora.modules:
+            yield path, linear, {"bias": _copied(linear.bias, dtype)}
+
+
+def _copied(bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    assert bias is not None
+    return bias.detach().to(dtype, copy=True)
 
 
 def attach(
     model: Model,
     name: str,
     lora: Lora,
-    parts: Iterable[tuple[str, Linear, Tensor, Tensor]],
+    parts: Iterable[tuple[str, Linear, dict[str, Any]]],
     dtype: torch.dtype | None = None,
     values: Mapping[str, Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Put an adapter's matrices in place, (module name, module, A, B) for each projection, and make it the active one.
+    """Put an adapter in place, (module name, module, arguments of ``Linear.attach``) for each projection, and make it
+    the active one.
 
-    What ``add_lora`` and ``load_adapter`` share.  dtype, values, generator: of what it trains beside projections, see
-    :func:`lorarun.trained.add_beside`.
+    What ``add_lora``, ``load_adapter`` and ``combine_adapters`` share.  dtype, values, generator: of what it trains
+    beside projections, see :func:`lorarun.trained.add_beside`.
     """
     model.requires_grad_(False)
     if lora.seed is not None:
         model.clock.seed = lora.seed
-    for path, linear, a, b in parts:
-        adapter = Adapter(lora.scale, lora.dropout, _stream(path), model.clock)
-        linear.attach(name, adapter, a.to(linear.weight.device), b.to(linear.weight.device))
+    for path, linear, part in parts:
+        adapter = Adapter(lora.scale_of(path), lora.dropout, _stream(path), model.clock, lora.freeze_a)
+        linear.attach(name, adapter, **{key: _to(value, linear.weight.device) for key, value in part.items()})
     add_beside(model, name, lora, dtype, values, generator)
     model.adapters[name] = lora
     use_adapter(model, name)
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, tuple):
+        return tuple(each.to(device) for each in value)
+    return None if value is None else value.to(device)
 
 
 def check_new(model: Model, name: str, call: str) -> None:
@@ -158,12 +209,6 @@ def check_new(model: Model, name: str, call: str) -> None:
 def _stream(path: str) -> int:
     """A number for the input that a projection reads: block × 4 + which of the block's four inputs."""
     return (block_of(path) or 0) * 4 + INPUTS[path.rpartition(".")[2]]
-
-
-def _refuse(**unsupported: Any) -> None:
-    active = [key for key, value in unsupported.items() if value]
-    if active:
-        raise ValueError(f"add_lora: {', '.join(active)} {'is' if len(active) == 1 else 'are'} not supported.")
 
 
 def find_targets(model: Model, targets: str | list[str], layers: list[int] | None = None) -> list[tuple[str, Linear]]:

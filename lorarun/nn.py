@@ -107,8 +107,9 @@ class Embedding(Weighted):
 class Model(nn.Module):
     """What every family's model is, beside its wiring: a decoder under ``model``, a head, and what it carries along.
 
-    ``tokenizer``, ``source``, ``stored`` (the format of each weight in the checkpoint, by name) and ``asked`` (what was
-    asked of loading) come from there (empty for a model built from a configuration), ``adapters`` and
+    ``tokenizer``, ``source``, ``stored`` (the format of each weight in the checkpoint, by name), ``asked`` (what was
+    asked of loading) and ``original`` (reads a weight by name, as the checkpoint has it) come from there (empty for a
+    model built from a configuration), ``adapters`` and
     ``active`` from :mod:`lorarun.lora`, ``compute`` from :mod:`lorarun.compute`.  ``policies`` (a name of
     :mod:`lorarun.recompute` for each block) and ``tile`` (rows that an MLP takes at a time, None: all) say what
     training keeps in memory; no result depends on them, and the first loss on an accelerator sets both where
@@ -133,6 +134,7 @@ class Model(nn.Module):
         self.source: Any = None
         self.stored: dict[str, str] = {}
         self.asked: dict[str, Any] = {}
+        self.original: Any = None
         self.adapters: dict[str, Any] = {}
         self.active: str | None = None
         self.added: dict[int, bool] = {}  # tokens whose rows are to be trained, and whether their rows are new

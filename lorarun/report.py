@@ -130,11 +130,19 @@ def _adapter(model: Model, name: str) -> str:
     merged = any(linear.merged is not None and linear.merged[0] == name for linear in carriers)
     live = any(linear.active == name for linear in carriers)
     state = "merged into the weights" if merged else "live" if live else "off"
-    dtypes = sorted({str(factor.dtype).removeprefix("torch.") for c in carriers for factor in c.factors(name)})
+    dtypes = sorted({str(factor.dtype).removeprefix("torch.") for c in carriers for factor in c.learned(name)})
+    ranks = _span({lora.rank_of(path) for path in lora.modules} or {lora.r})
+    scales = _span({lora.scale_of(path) for path in lora.modules} or {lora.scale})
+    biases = {"none": "", "lora_only": ", trained biases", "all": ", all biases trained"}[lora.bias]
     return (
-        f"{state}; r={lora.r}, scale={lora.scale:g}, dropout={lora.dropout:g}, {len(carriers)} projections, "
-        f"{', '.join(dtypes)}"
+        f"{state}; r={ranks}, scale={scales}, dropout={lora.dropout:g}, {len(lora.modules)} projections, "
+        f"{', '.join(dtypes)}{', DoRA' * lora.dora}{', B with bias' * lora.lora_bias}{biases}"
+        f"{'' if lora.init == 'default' else f', init {lora.init}'}{', A frozen' * lora.freeze_a}"
     )
+
+
+def _span(values: set[float]) -> str:
+    return f"{min(values):g}" + (f" to {max(values):g}" if len(values) > 1 else "")
 
 
 LENGTH = 8192  # of the rows that the report asks attention about

@@ -272,16 +272,17 @@ def add_beside(
     for path in lora.tables:
         if lora.tied and path == HEAD:
             continue  # the embedding's
-        adapter = Adapter(lora.scale, lora.dropout, HEAD_STREAM, model.clock)
+        adapter = Adapter(lora.scale_of(path), lora.dropout, HEAD_STREAM, model.clock)
+        r = lora.rank_of(path)
         first, second = (f"{path}.{key}" for key in LOW_RANK[path])
         vocab, hidden = model.model.embed_tokens.weight.shape
         if first in given:
             a, b = given[first], given[second]
         elif path == EMBEDDING:  # zero times normal, as in PEFT
-            a, b = torch.zeros(lora.r, vocab), torch.empty(hidden, lora.r).normal_(generator=generator)
+            a, b = torch.zeros(r, vocab), torch.empty(hidden, r).normal_(generator=generator)
         else:
             bound = 1.0 / math.sqrt(hidden)
-            a, b = torch.empty(lora.r, hidden).uniform_(-bound, bound, generator=generator), torch.zeros(vocab, lora.r)
+            a, b = torch.empty(r, hidden).uniform_(-bound, bound, generator=generator), torch.zeros(vocab, r)
         kind = torch.promote_types(a.dtype, torch.float32) if dtype is None else dtype
         add_table(model, name, path, adapter, a.to(kind, copy=True), b.to(kind, copy=True), lora.tied)
 

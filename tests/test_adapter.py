@@ -18,7 +18,8 @@ import toy
 from peft_side import PROJECTIONS, carriers, fill_b, ids_for, off, reference, with_adapter
 from safetensors.torch import load_file, save_file
 
-from lorarun.adapter import CONFIG, UNSUPPORTED, WEIGHTS, base_of, load_adapter, save_adapter
+from lorarun.adapter import WEIGHTS, base_of, load_adapter, save_adapter
+from lorarun.adapter_config import CONFIG, UNSUPPORTED
 from lorarun.load import load
 from lorarun.load import load_adapter as load_adapter_by_name
 from lorarun.lora import adapters_disabled, add_lora, lora_parameters, use_adapter
