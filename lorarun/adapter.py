@@ -42,6 +42,8 @@ from lorarun.lora import attach, biased, check_new, find_targets, linears
 from lorarun.nn import Linear, Model
 from lorarun.options import Lora
 from lorarun.quant.store import NF4Store
+from lorarun.tokens import adopt, beyond_the_base
+from lorarun.trained_files import Beside, beside_tensors, other_tables, take, understand_beside
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # PEFT's two wrappers around the model
@@ -84,12 +86,14 @@ def save_adapter(model: Model, path: str | os.PathLike[str], name: str | None = 
     lora: Lora = model.adapters[name]
     tensors = {}
     for module, linear in linears(model):
-        if name not in linear.adapters:
+        if name not in linear.adapters or module in lora.tables:
             continue
         for part, tensor in linear.parts(name).items():
             ours = next(key for key, value in PARTS.items() if value == part)
             key = "bias" if part == "bias" and module not in lora.modules else ours
             tensors[f"{PREFIX}{stored_name(model, module)}.{key}"] = tensor.detach().to("cpu", copy=True).contiguous()
+    for own, tensor in beside_tensors(model, name, lora):
+        tensors[f"{PREFIX}{stored_name(model, own)}"] = tensor.detach().to("cpu", copy=True).contiguous()
     config = json.dumps(config_fields(model, lora), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     if model.tokenizer is not None and model.tokenizer.replaced:
@@ -137,14 +141,23 @@ def load_adapter(
     folder = Path(path)
     raw = read_adapter_config(folder)
     lora = understand(raw, folder)
-    parts = _match(model, lora, folder, raw)
+    more = beyond_the_base(model, folder)
+    parts, beside = _match(model, lora, folder, raw, extended=bool(more))
     tensors = []
     with safetensors.safe_open(folder / WEIGHTS, framework="pt") as file:
         for module, linear, keys in parts:
             device = linear.weight.device
             own = {PARTS[part]: _own(file.get_tensor(key), device, dtype) for part, key in keys.items()}
             tensors.append((module, linear, own))
-    attach(model, name, lora, tensors)
+        frozen = {path: file.get_tensor(key) for path, key in beside.frozen.items()}
+        if other := other_tables(model, frozen):
+            raise ValueError(
+                f"The adapter in {folder} was trained on another {' and '.join(other)} than this model has, and holds "
+                "a frozen one: load it with its own base, or have it saved with the table in modules_to_save."
+            )
+        values = {own_key: file.get_tensor(key) for own_key, key in beside.keys.items()}
+        adopt(model, more, beside.size, lora, frozen)
+        attach(model, name, lora, tensors, dtype, values)
 
 
 def _own(stored: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
@@ -175,20 +188,25 @@ class _Part(NamedTuple):
     keys: dict[str, str]
 
 
-def _match(model: Model, lora: Lora, folder: Path, raw: Mapping[str, Any]) -> list[_Part]:
+def _match(
+    model: Model, lora: Lora, folder: Path, raw: Mapping[str, Any], extended: bool
+) -> tuple[list[_Part], Beside]:
     """Which tensors belong where; fills in ``lora.modules``.  One error for all that is missing, strange or wrong."""
     problems: list[str] = []
     entries = _entries(folder, problems)
+    understand_beside(model, lora, raw, problems)
+    beside = take(model, lora, entries, PREFIX, extended, problems)
     projections = dict(find_targets(model, "all-linear"))
     own, roots, vision, strange = _sort_keys(entries, projections, problems)
     lora.modules = [
         path
         for path in projections
-        if any(selected(lora.targets, lora.layers, root + path.removeprefix("model.")) for root in roots)
+        if path not in lora.copies
+        and any(selected(lora.targets, lora.layers, root + path.removeprefix("model.")) for root in roots)
     ]
     if roots - {"model."}:
         translate(lora, roots)
-    if not own:
+    if not own and not beside.keys:
         problems.append("no tensor belongs to a projection of this model")
     if lora.init == "loftq" and not all(isinstance(projections[m].weight, NF4Store) for m in lora.modules):
         problems.append("it was made for weights in NF4 and corrects their error; load the model with bits=4")
@@ -214,11 +232,12 @@ def _match(model: Model, lora: Lora, folder: Path, raw: Mapping[str, Any]) -> li
         )
     if vision:
         print(f"{folder}: {len(vision)} tensors for the vision tower are left out.", file=sys.stderr)
-    return [
+    parts = [
         _Part(path, linear, {part: own[at, part] for at, part in wanted if at == path})
         for path, linear in projections.items()
         if any(at == path for at, _ in wanted)
     ]
+    return parts, beside
 
 
 def _entries(folder: Path, problems: list[str]) -> dict[str, Entry]:

@@ -20,6 +20,7 @@ from lorarun.initial import subtracts
 from lorarun.lora import block_of, find_targets, selects
 from lorarun.nn import Model
 from lorarun.options import BIASES, Lora, faults, of_pattern
+from lorarun.trained_files import beside_fields, targets_with_tables, wrong_fields
 
 CONFIG = "adapter_config.json"
 
@@ -27,16 +28,17 @@ CONFIG = "adapter_config.json"
 # qalora_group_size only serve megatron_config and use_qalora); what PEFT knows and is not supported here.
 READ = set(
     "peft_type task_type r lora_alpha lora_dropout use_rslora target_modules bias layers_to_transform layers_pattern "
-    "init_lora_weights rank_pattern alpha_pattern lora_bias use_dora loftq_config".split()
+    "init_lora_weights rank_pattern alpha_pattern lora_bias use_dora loftq_config modules_to_save "
+    "trainable_token_indices ensure_weight_tying".split()
 )
 IDLE = set(
     "base_model_name_or_path revision inference_mode auto_mapping peft_version runtime_config megatron_core "
     "qalora_group_size".split()
 )
 UNSUPPORTED = set(
-    "alora_invocation_tokens arrow_config corda_config ensure_weight_tying eva_config exclude_modules fan_in_fan_out "
-    "kasa_config layer_replication lora_ga_config megatron_config modules_to_save monteclora_config "
-    "target_parameters trainable_token_indices use_bdlora use_qalora velora_config".split()
+    "alora_invocation_tokens arrow_config corda_config eva_config exclude_modules fan_in_fan_out "
+    "kasa_config layer_replication lora_ga_config megatron_config monteclora_config "
+    "target_parameters use_bdlora use_qalora velora_config".split()
 )
 # Initialisations that leave the base model's weights alone; the others belong to a base that was changed with them.
 HARMLESS_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
@@ -69,10 +71,11 @@ def config_fields(model: Model, lora: Lora) -> dict[str, Any]:
     found = [path for path in dict(find_targets(model, "all-linear")) if selected(targets, layers, path)]
     if model.nested or found != lora.modules or (layers and isinstance(targets, str)):
         targets, layers = sorted(stored_name(model, module) for module in lora.modules), None
+    targets = targets_with_tables(lora, targets, model.nested)
     newer: dict[str, Any] = {"use_dora": True} if lora.dora else {}
     newer |= {"lora_bias": True} if lora.lora_bias else {}
     newer |= {"loftq_config": LOFTQ} if lora.init == "loftq" else {}
-    return newer | {
+    return {
         "alpha_pattern": {key: _whole(alpha * grown) for key, alpha in alphas.items()},
         "auto_mapping": None,
         "base_model_name_or_path": source and (source.repo or str(Path(source.folder).resolve())),
@@ -84,7 +87,6 @@ def config_fields(model: Model, lora: Lora) -> dict[str, Any]:
         "layers_to_transform": layers,
         "lora_alpha": _whole(lora.alpha * grown),
         "lora_dropout": lora.dropout,
-        "modules_to_save": None,
         "peft_type": "LORA",
         "r": lora.r * times,
         "rank_pattern": {key: rank * times for key, rank in ranks.items()},
@@ -92,6 +94,8 @@ def config_fields(model: Model, lora: Lora) -> dict[str, Any]:
         "target_modules": targets,
         "task_type": "CAUSAL_LM",
         "use_rslora": lora.rslora,
+        **newer,
+        **beside_fields(lora, model.nested),
     }
 
 
@@ -155,6 +159,7 @@ def understand(raw: Mapping[str, Any], folder: Path) -> Lora:
         wrong.append(f"target_modules is {targets!r}")
     if layers is not None and not (isinstance(layers, list) and all(_is(int, each) for each in layers)):
         wrong.append(f"layers_to_transform is {layers!r}")
+    wrong += wrong_fields(raw)
     if wrong:
         raise ValueError(
             f"{folder / CONFIG} describes what is not supported, and leaving it out would change the model: "

@@ -25,7 +25,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,13 +32,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lorarun.checkpoint import DENSE, Checkpoint, open_checkpoint, read_config, stored_names
-from lorarun.headers import DTYPES, INDEX, Entry, abbreviate
+from lorarun.checkpoint import open_checkpoint, read_config
+from lorarun.export_plan import Export, plan_export
+from lorarun.headers import DTYPES, INDEX, abbreviate
 from lorarun.load import free_memory, load
-from lorarun.lora import linears
-from lorarun.merge import merged_bias, merged_weight, without_place
+from lorarun.merge import without_place
 from lorarun.nn import Linear, Model
-from lorarun.quant.store import Store, dequantize
+from lorarun.quant.store import Store
+from lorarun.weighted import Weighted
 
 COPIED = (".json", ".jinja", ".model", ".txt")  # of the source's small files; LICENSE and NOTICE are copied too
 LEFT = ("adapter_config.json", ".index.json")  # endings of names that are not
@@ -47,55 +47,6 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 TOKENS = 64  # of the row on which logits are compared
 KEPT = 0.9  # of an update in 16 bits, below which the user is told
 FACTOR = 2.0  # times the measured noise that logits may be off; 0.2 to 0.9 are seen
-
-
-@dataclass
-class _Export:
-    """What is to be written, and what was noticed on the way.  Names are those of the source."""
-
-    model: Model
-    adapter: str
-    source: Checkpoint
-    original: bool  # whether W is the source's weight even where the live model rounded or quantised it
-    dtype: torch.dtype | None
-    live: dict[str, Tensor]  # the live model's dense weights, without adapter
-    rewritten: dict[str, Linear]  # the projections that have an adapter, or whose weight is another than the source's
-    biases: dict[str, Linear]  # those whose bias the adapter changes, by the bias's name
-    changed: list[str] = field(default_factory=list)  # live weights that are not the source's
-    infinite: list[str] = field(default_factory=list)  # tensors that the chosen dtype cannot hold
-    same: list[str] = field(default_factory=list)  # projections that the adapter does not change
-    asked: float = 0.0  # |update|², and its product with what is left of it after rounding, over all projections
-    kept: float = 0.0
-
-    def dtype_of(self, entry: Entry) -> torch.dtype:
-        return entry.dtype if self.dtype is None or not entry.dtype.is_floating_point else self.dtype
-
-    def size_of(self, entry: Entry) -> int:
-        """The bytes that a tensor takes as it is written."""
-        return math.prod(entry.shape) * self.dtype_of(entry).itemsize
-
-    def base(self, name: str, stored: Tensor) -> Tensor:
-        """The weight without adapter: as stored, or as the live model has it."""
-        if self.original or name not in self.rewritten:
-            return stored
-        weight = self.rewritten[name].weight
-        return dequantize(weight, torch.float32).cpu() if isinstance(weight, Store) else stored.to(weight.dtype)
-
-    def exact(self, name: str, base: Tensor) -> Tensor:
-        """The weight, or bias, with the adapter in it, not rounded yet."""
-        if name in self.biases:
-            bias = merged_bias(base.to(self.biases[name].weight.device), self.biases[name], self.adapter)
-            assert bias is not None
-            return bias.cpu()
-        return merged_weight(base, self.rewritten[name], self.adapter) if self.merges(name) else base
-
-    def value(self, name: str, stored: Tensor) -> Tensor:
-        """What is written for a stored tensor."""
-        return self.exact(name, self.base(name, stored)).to(self.dtype_of(self.source.entries[name]))
-
-    def merges(self, name: str) -> bool:
-        linear = self.rewritten.get(name)
-        return linear is not None and linear.active == self.adapter and "a" in linear.parts(self.adapter)
 
 
 def save_merged(
@@ -124,7 +75,7 @@ def save_merged(
     path = Path(path).resolve()  # a link is followed, and "." has a name
     if path.exists() and (not path.is_dir() or any(path.iterdir()) or os.path.ismount(path) or path == Path.cwd()):
         raise ValueError(f"save_merged: {path} exists already; give a new folder, or delete it first.")
-    export = _prepare(model, base, dtype)
+    export = plan_export(model, base, dtype)
     partial = path.absolute().parent / f".{path.absolute().name}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # what a killed run left
     partial.mkdir(parents=True)
@@ -162,11 +113,13 @@ def _check_arguments(model: Model, base: str, dtype: torch.dtype | None, bits: i
         wrong.append(f"dtype={dtype} is not supported; torch.bfloat16, float16 and float32 are")
     if dtype == torch.float16 and not model.fp16:
         wrong.append("this model overflows in float16; choose torch.bfloat16 or float32")
-    if model.active is None:
+    if model.active is None and not model.whole:
         wrong.append(f"no adapter is active; the model has {', '.join(model.adapters) or 'none'}")
-    elif homeless := without_place(model, model.active):
+    elif model.active is None and base == "original":
+        wrong.append("base='original' would leave out what was trained, which are the model's own weights")
+    elif model.active is not None and (homeless := without_place(model, model.active)):
         wrong.append(homeless)
-    elif base == "original" and model.adapters[model.active].init == "loftq":
+    elif model.active is not None and base == "original" and model.adapters[model.active].init == "loftq":
         wrong.append("base='original' would correct twice: init='loftq' has the error of the quantised weights in it")
     if model.source is None:
         wrong.append("this model was not loaded from a checkpoint")
@@ -176,40 +129,9 @@ def _check_arguments(model: Model, base: str, dtype: torch.dtype | None, bits: i
         raise ValueError(f"save_merged: {'; '.join(wrong)}.")
 
 
-def _prepare(model: Model, base: str, dtype: torch.dtype | None) -> _Export:
-    assert model.active is not None
-    source = open_checkpoint(model.source.folder)
-    stored, problems = stored_names(source, model.nested)
-    own = dict(model.named_parameters(remove_duplicate=False))
-    merged = {path: linear.merged for path, linear in linears(model) if linear.merged is not None}
-    before = {f"{path}.weight": held[1] for path, held in merged.items()}
-    before |= {f"{p}.bias": m.bias_before for p, m in linears(model) if m.bias_before is not None}
-    live = {file: before.get(name, own[name].detach()) for name, file in stored.items() if name in own}
-    rewritten = {
-        f"{path}.weight": module
-        for path, module in model.named_modules()
-        if isinstance(module, Linear)
-        and (module.active == model.active or (base == "dequantized" and isinstance(module.weight, Store)))
-    }
-    anew = {stored[name]: linear for name, linear in rewritten.items() if name in stored}
-    shapes = {name: weight.shape for name, weight in live.items()}
-    shapes |= {name: linear.weight.shape for name, linear in anew.items()}
-    entries = source.entries
-    if problems or len(anew) < len(rewritten) or any(source.shape(n) != shape for n, shape in shapes.items()):
-        raise ValueError(f"save_merged: {source.folder} is no longer the checkpoint that this model was loaded from.")
-    if any(entries[name].dtype not in DENSE for name in shapes):
-        raise ValueError(f"save_merged: {source.folder} is quantised itself, which is not supported.")
-    biases = {
-        stored[f"{path}.bias"]: linear
-        for path, linear in linears(model)
-        if linear.bias is not None and linear.active and {"bias", "b_bias"} & linear.parts(linear.active).keys()
-    }
-    return _Export(model, model.active, source, base == "original", dtype, live, anew, biases)
-
-
-def _check_space(export: _Export, partial: Path) -> None:
+def _check_space(export: Export, partial: Path) -> None:
     source = export.source
-    needed = sum(map(export.size_of, source.entries.values()))
+    needed = sum(map(export.size_of, export.entries.values()))
     needed += sum(file.stat().st_size for file in _small_files(source.folder)) + 2**20
     free = shutil.disk_usage(partial).free
     if needed > free:
@@ -224,25 +146,24 @@ def _check_space(export: _Export, partial: Path) -> None:
 # --- writing -------------------------------------------------------------------------------------------------------
 
 
-def _write(export: _Export, partial: Path) -> None:
+def _write(export: Export, partial: Path) -> None:
     """Write every file into the folder, and note what is wrong with the live model or the values."""
-    source = export.source
     files: dict[str, list[str]] = {}
-    for name, entry in source.entries.items():
+    for name, entry in export.entries.items():
         files.setdefault(entry.file, []).append(name)
-    with _progress("writing", source) as bar:
+    with _progress("writing", export) as bar:
         for file, names in files.items():
             with open(partial / file, "wb") as out:
                 out.write(_header(export, file, names))
                 for name in names:
                     _write_tensor(export, name, out)
-                    bar.update(source.entries[name].nbytes)
+                    bar.update(export.size_of(export.entries[name]))
                 out.flush()
                 os.fsync(out.fileno())
     if export.changed:
         raise ValueError(
-            f"save_merged: {len(export.changed)} weights of this model are not those of {source.folder}, which is what "
-            f"is merged: {abbreviate(export.changed)}. Load the model afresh and put the adapter on it."
+            f"save_merged: {len(export.changed)} weights of this model are not those of {export.source.folder}, which "
+            f"is what is merged: {abbreviate(export.changed)}. Load the model afresh and put the adapter on it."
         )
     if export.infinite:
         raise ValueError(f"save_merged: these would not be finite numbers: {abbreviate(export.infinite)}.")
@@ -256,14 +177,14 @@ def _write(export: _Export, partial: Path) -> None:
     _write_small_files(export, partial)
 
 
-def _header(export: _Export, file: str, names: list[str]) -> bytes:
+def _header(export: Export, file: str, names: list[str]) -> bytes:
     """The first bytes of a shard, with the source's metadata; see :mod:`lorarun.headers` for the format."""
     with open(export.source.folder / file, "rb") as stream:
         before = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     header: dict[str, Any] = {"__metadata__": before.get("__metadata__") or {"format": "pt"}}
     end = 0
     for name in names:
-        entry = export.source.entries[name]
+        entry = export.entries[name]
         start, end = end, end + export.size_of(entry)
         code = CODES[export.dtype_of(entry)]
         header[name] = {"dtype": code, "shape": list(entry.shape), "data_offsets": [start, end]}
@@ -272,14 +193,14 @@ def _header(export: _Export, file: str, names: list[str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_tensor(export: _Export, name: str, out: BinaryIO) -> None:
-    ((_, stored),) = export.source.read([name])
+def _write_tensor(export: Export, name: str, out: BinaryIO) -> None:
+    stored = export.read(name)
     live = export.live.get(name)
-    if live is not None and not torch.equal(stored.to(live.device, live.dtype), live):
+    if export.adapter is not None and live is not None and not torch.equal(stored.to(live.device, live.dtype), live):
         export.changed.append(name)
     before = export.base(name, stored)
     exact = export.exact(name, before)
-    value = exact.to(export.dtype_of(export.source.entries[name])).contiguous()
+    value = exact.to(export.dtype_of(export.entries[name])).contiguous()
     changed = export.merges(name) or name in export.biases or value.dtype != stored.dtype
     if changed and not torch.isfinite(value).all():
         export.infinite.append(name)
@@ -301,7 +222,7 @@ def _small_files(folder: Path) -> Iterator[Path]:
             yield file
 
 
-def _write_small_files(export: _Export, partial: Path) -> None:
+def _write_small_files(export: Export, partial: Path) -> None:
     source = export.source
     for file in _small_files(source.folder):
         copy = partial / file.relative_to(source.folder)
@@ -309,12 +230,15 @@ def _write_small_files(export: _Export, partial: Path) -> None:
         shutil.copyfile(file, copy)
     if export.model.tokenizer is not None:
         export.model.tokenizer.save(partial)  # with the chat template that was named at loading
-    if any(export.dtype_of(entry) != entry.dtype for entry in source.entries.values()):
-        config = _with_dtype(read_config(partial), str(export.dtype).removeprefix("torch."))
-        _write_json(partial / "config.json", config)
+    config = read_config(partial)
+    if any(export.dtype_of(entry) != entry.dtype for entry in export.entries.values()):
+        config = _with_dtype(config, str(export.dtype).removeprefix("torch."))
+    if (changed := _with_fields(config, export.config)) != read_config(partial):
+        _write_json(partial / "config.json", changed)
     if (source.folder / INDEX).exists():
         index = json.loads((source.folder / INDEX).read_text(encoding="utf-8"))
-        total = sum(map(export.size_of, source.entries.values()))
+        total = sum(map(export.size_of, export.entries.values()))
+        index["weight_map"] |= {name: export.entries[name].file for name in export.origin}
         index["metadata"] = {**(index.get("metadata") or {}), "total_size": total}
         _write_json(partial / INDEX, index)
 
@@ -327,14 +251,23 @@ def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:
     }
 
 
+def _with_fields(config: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with these fields, of the text model where it describes a multimodal one."""
+    inner = config.get("text_config")
+    if not isinstance(inner, dict):
+        return config | fields
+    outer = {key: value for key, value in fields.items() if key == "tie_word_embeddings"}  # stated on both levels
+    return config | outer | {"text_config": inner | fields}
+
+
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _progress(what: str, source: Checkpoint) -> Any:
-    """A bar on stderr over the source's bytes; a line where that is no terminal."""
+def _progress(what: str, export: Export) -> Any:
+    """A bar on stderr over the bytes written; a line where that is no terminal."""
     terminal = sys.stderr.isatty()
-    total = sum(entry.nbytes for entry in source.entries.values())
+    total = sum(map(export.size_of, export.entries.values()))
     if not terminal:
         print(f"save_merged: {what} {total / 2**20:,.1f} MiB", file=sys.stderr)
     return tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, disable=not terminal)
@@ -343,17 +276,16 @@ def _progress(what: str, source: Checkpoint) -> Any:
 # --- verification --------------------------------------------------------------------------------------------------
 
 
-def _check_written(export: _Export, partial: Path) -> None:
+def _check_written(export: Export, partial: Path) -> None:
     """Read every tensor back and compare its bits with what it should be, computed again from the source."""
-    source, written = export.source, open_checkpoint(partial)
-    wrong = sorted(source.entries.keys() ^ written.entries.keys())
-    with _progress("reading back", source) as bar:
-        for name, got in written.read(source.entries.keys() & written.entries.keys()):
-            ((_, stored),) = source.read([name])
-            expected = export.value(name, stored)
+    entries, written = export.entries, open_checkpoint(partial)
+    wrong = sorted(entries.keys() ^ written.entries.keys())
+    with _progress("reading back", export) as bar:
+        for name, got in written.read(entries.keys() & written.entries.keys()):
+            expected = export.value(name, export.read(name))
             if got.dtype != expected.dtype or got.shape != expected.shape or not _same_bits(got, expected):
                 wrong.append(name)
-            bar.update(source.entries[name].nbytes)
+            bar.update(export.size_of(entries[name]))
     if wrong:
         raise RuntimeError(
             f"save_merged: what was read back is not what was to be written: {abbreviate(wrong)}; nothing is kept. Is "
@@ -366,7 +298,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
 
-def _check_logits(export: _Export, partial: Path) -> None:
+def _check_logits(export: Export, partial: Path) -> None:
     """Load what was written and compare its logits with the live model's, on one row of random ids.
 
     They differ by rounding: merged weights are rounded to the dtype written, and sums are rounded elsewhere.  How far
@@ -410,19 +342,24 @@ def _logits(model: Model, ids: Tensor) -> Tensor:
 
 
 @contextmanager
-def _noise(export: _Export) -> Iterator[None]:
+def _noise(export: Export) -> Iterator[None]:
     """Disturb each projection's output by one rounding, relative to its size: half a unit in the last place of the
     dtype computed in and, if its weight was written anew, of the dtype written, and what summing in fp32 adds."""
     generator = torch.Generator().manual_seed(1)
-    entries = export.source.entries
-    written = {linear: torch.finfo(export.dtype_of(entries[name])).eps for name, linear in export.rewritten.items()}
+    entries, written = export.entries, dict[Weighted, float]()
+    for name, module in export.rewritten.items():
+        written[module] = torch.finfo(export.dtype_of(entries[name])).eps
 
-    def disturb(linear: Linear, inputs: Any, y: Tensor) -> Tensor:
-        summing = torch.finfo(torch.float32).eps * math.sqrt(linear.in_features)
-        size = (torch.finfo(y.dtype).eps + written.get(linear, 0.0) + summing) / 2
+    def disturb(module: Weighted, inputs: Any, y: Tensor) -> Tensor:
+        summing = torch.finfo(torch.float32).eps * math.sqrt(module.weight.shape[-1])
+        size = (torch.finfo(y.dtype).eps + written.get(module, 0.0) + summing) / 2
         return y + y * (size * torch.randn(y.shape, generator=generator)).to(y)
 
-    hooks = [m.register_forward_hook(disturb) for m in export.model.modules() if isinstance(m, Linear)]
+    hooks = [
+        m.register_forward_hook(disturb)
+        for m in export.model.modules()
+        if isinstance(m, Linear) or (isinstance(m, Weighted) and m in written)
+    ]
     try:
         yield
     finally:
@@ -434,9 +371,9 @@ def _rms(x: Tensor) -> float:
     return float(x.double().square().mean().sqrt())
 
 
-def _room(export: _Export) -> torch.device | None:
+def _room(export: Export) -> torch.device | None:
     """Where a second, dense model can be had: beside the first, else on the host, else nowhere."""
-    numbers = sum(math.prod(entry.shape) for entry in export.source.entries.values())
+    numbers = sum(math.prod(entry.shape) for entry in export.entries.values())
     for device in (export.model.device, torch.device("cpu")):
         if 1.1 * numbers * export.model.dtype.itemsize < free_memory(device):
             return device

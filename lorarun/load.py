@@ -110,12 +110,13 @@ def load(
     fill(model, checkpoint, dtype, place, mmap, model.nested, stores)
     model.source, model.original = source, partial(_original, source.folder, model.nested)
     if folder is not None:
-        adapters.load_adapter(model, folder)
         template = adapters.template_of(folder) if template is None else template
     if isinstance(checkpoint, Gguf):
         model.tokenizer = _unpacked_tokenizer(checkpoint, raw, template)
     else:
         model.tokenizer = Tokenizer.load(source.folder, template=template)
+    if folder is not None:
+        adapters.load_adapter(model, folder)
     return model.eval()
 
 

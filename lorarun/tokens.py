@@ -83,7 +83,7 @@ def _more_rows(model: Model, name: str, lora: Lora, path: str, ids: Sequence[int
         return
     rows, dtype = first_rows(model, path, new), None
     if old:
-        _, held = model.get_submodule(path).rows_of(name)  # type: ignore[operator, misc]
+        _, held = model.get_submodule(path).rows_of(name)  # type: ignore[operator]
         rows, dtype = torch.cat((held.detach(), rows.to(held.dtype))), held.dtype
     lora.tokens = lora.tokens | {path: sorted([*old, *new])}
     add_rows(model, name, {path: [*sorted(old), *new]}, dtype, {path: rows})
@@ -134,7 +134,7 @@ def train_all(model: Model) -> Model:
         )
     new = [i for i, fresh in model.added.items() if fresh]
     for path in TABLES if new else ():
-        table: Tensor = model.get_submodule(path).weight  # type: ignore[assignment, union-attr]
+        table: Tensor = model.get_submodule(path).weight  # type: ignore[assignment]
         table.data[new] = first_rows(model, path, new).to(table.dtype)
     model.requires_grad_(True)
     model.whole = True
@@ -166,19 +166,25 @@ def extended(tokenizer: Tokenizer, tokens: Sequence[str], special: bool) -> Toke
 
 
 def beyond_the_base(model: Model, folder: Path) -> list[tuple[str, bool]]:
-    """The tokens, each with whether it is special, that the tokenizer saved with an adapter has beyond the model's.
-
-    Raises ValueError where the two disagree on the others.
-    """
+    """The tokens, each with whether it is special, that the tokenizer saved with an adapter has beyond the model's."""
     path = folder / "tokenizer.json"
     if model.tokenizer is None or not path.is_file():
         return []
     core = tokenizers.Tokenizer.from_file(str(path))
-    if core.get_vocab_size(with_added_tokens=True) <= model.tokenizer.vocab_size:
-        return []
-    found = [
-        (token.content, token.special)
-        for i, token in sorted(core.get_added_tokens_decoder().items())
-        if i >= model.tokenizer.vocab_size
-    ]
-    return found
+    more = sorted(core.get_added_tokens_decoder().items())
+    return [(token.content, token.special) for i, token in more if i >= model.tokenizer.vocab_size]
+
+
+def adopt(model: Model, more: Sequence[tuple[str, bool]], size: int, lora: Lora, frozen: Mapping[str, Tensor]) -> None:
+    """Take over what an adapter that is being loaded brings: tokens beyond the model's, and tables of ``size`` rows,
+    the new ones from its ``frozen`` tables where it has them."""
+    known = len(model.model.embed_tokens.weight) if model.tokenizer is None else model.tokenizer.vocab_size
+    trained = {i for ids in lora.tokens.values() for i in ids}
+    if more and size >= known + len(more):
+        for token, special in more:
+            model.tokenizer = extended(model.tokenizer, [token], special)
+        trained.update(range(known, known + len(more)))
+    model.added |= {i: True for i in sorted(trained) if i >= known}
+    if size > len(model.model.embed_tokens.weight):
+        _check_tables(model, "load_adapter")
+    grow(model, size, frozen)

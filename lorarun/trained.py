@@ -127,7 +127,7 @@ def _frozen(model: Model, adapter: str | None) -> list[nn.Parameter]:
 def first_rows(model: Model, path: str, ids: Sequence[int]) -> Tensor:
     """What the rows of these tokens in a table begin with, [ids, hidden] in fp32 or wider: what the table has, and for
     new tokens the mean over all that were there before them."""
-    table: Tensor = model.get_submodule(path).weight.detach()  # type: ignore[union-attr, assignment, operator]
+    table: Tensor = model.get_submodule(path).weight.detach()  # type: ignore[operator]
     wide = torch.promote_types(table.dtype, torch.float32)
     rows = table[torch.tensor(ids, dtype=torch.int64, device=table.device)].to(wide)
     new = torch.tensor([model.added.get(i, False) for i in ids], device=table.device)
@@ -139,7 +139,7 @@ def first_rows(model: Model, path: str, ids: Sequence[int]) -> Tensor:
 
 def first_table(model: Model, path: str) -> Tensor:
     """A whole table as training it begins."""
-    table: Tensor = model.get_submodule(path).weight.detach()  # type: ignore[union-attr, assignment, operator]
+    table: Tensor = model.get_submodule(path).weight.detach()  # type: ignore[operator]
     new = [i for i, fresh in model.added.items() if fresh]
     if not new:
         return table

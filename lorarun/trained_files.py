@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ def own_name(key: str) -> str:
 
 def beside_fields(lora: Any, nested: bool) -> dict[str, Any]:
     """The fields of adapter_config.json that are about what is trained beside projections."""
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {"modules_to_save": None}
     if lora.copies:
         names = [_longer(path) for path in lora.copies] if nested else list(lora.modules_to_save)
         names += [
@@ -148,14 +148,27 @@ def understand_beside(model: Model, lora: Any, raw: Mapping[str, Any], problems:
         problems.append(f"rows of tokens together with a copy or an update of the table are not supported: {both[0]}")
 
 
+class Beside(NamedTuple):
+    """What a file holds beside projections: keys by the model's own names, of what is trained and of frozen tables;
+    and how many rows the tables have there."""
+
+    keys: dict[str, str]
+    frozen: dict[str, str]
+    size: int
+
+
 def take(
-    model: Model, lora: Any, entries: dict[str, Entry], prefix: str, size: int, problems: list[str]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Take out of ``entries`` the tensors that are trained beside projections, and the frozen tables: both by the
-    model's own names.  Notes what is missing or has a wrong shape, for tables of ``size`` rows."""
+    model: Model, lora: Any, entries: dict[str, Entry], prefix: str, extended: bool, problems: list[str]
+) -> Beside:
+    """Take out of ``entries`` the tensors that are trained beside projections, and frozen tables.
+
+    extended: whether tokens were added to the base's, so that tables of other sizes are no mistake.  Notes what is
+    missing or has a wrong shape.
+    """
     by_name: dict[str, str] = {}
     for key in entries:
         by_name.setdefault(own_name(key.removeprefix(prefix)), key)
+    size = _size(model, lora, {name: entries[key].shape for name, key in by_name.items()}, extended)
     shapes = dict(_shapes(model, lora, size))
     tied = {f"{HEAD}.{rest}" for rest in ("weight", ROWS)} if lora.tied else set()  # may be left out, or there twice
     found = {name: by_name[name] for name in shapes if name in by_name}
@@ -176,17 +189,28 @@ def take(
         for kind in FROZEN
         if (name := f"{path}.{kind}") in by_name
         and name not in shapes
-        and entries[by_name[name]].shape[1:] == _width(model)
+        and entries[by_name[name]].shape[1:] == (model.config.hidden_size,)
     }
     again = [name for path in lora.copies for name in (f"{path}.modules_to_save.weight",) if name in by_name]
     again += [name for name in tied if name in by_name and name not in found]
+    if lora.copies and model.nested:  # a vision tower has norms too
+        again += [name for name in by_name if re.search(r"(^|\.)vision", name) and "lora_" not in name]
     for key in {*found.values(), *frozen.values(), *(by_name[name] for name in again)}:
         del entries[key]
-    return found, frozen
+    return Beside(found, frozen, size)
 
 
-def _width(model: Model) -> tuple[int, ...]:
-    return (model.config.hidden_size,)
+def _size(model: Model, lora: Any, shapes: Mapping[str, tuple[int, ...]], extended: bool) -> int:
+    """How many rows the tables had where an adapter was trained."""
+    hidden = model.config.hidden_size
+    sizes = [model.config.vocab_size, *(max(ids) + 1 for ids in lora.tokens.values())]
+    for path in TABLES:
+        if extended and path in lora.tables:
+            along = shapes.get(f"{path}.{LOW_RANK[path][path == HEAD]}", ())
+            sizes += [max(along)] if len(along) == 2 else []
+        kinds = [kind for kind in FROZEN if extended or kind != "weight" or path not in lora.copies]
+        sizes += [shape[0] for kind in kinds if (shape := shapes.get(f"{path}.{kind}", ()))[1:] == (hidden,)]
+    return max(sizes)
 
 
 def _shapes(model: Model, lora: Any, size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -211,7 +235,7 @@ def other_tables(model: Model, frozen: Mapping[str, Tensor]) -> list[str]:
     """Which of an adapter's frozen tables are not this model's, as far as that goes."""
     wrong = []
     for path, table in frozen.items():
-        own: Tensor = model.get_submodule(path).weight  # type: ignore[assignment, union-attr]
+        own: Tensor = model.get_submodule(path).weight  # type: ignore[assignment]
         if len(table) < len(own) or not torch.equal(table[: len(own)].to(own), own):
             wrong.append(path)
     return wrong

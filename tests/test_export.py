@@ -20,7 +20,7 @@ from peft_side import FAMILIES, PROJECTIONS, fill_b, ids_for, off, reference, wi
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from lorarun import export
+from lorarun import export, export_plan
 from lorarun.adapter import save_adapter
 from lorarun.export import save_merged
 from lorarun.headers import INDEX, read_header
@@ -407,14 +407,14 @@ def test_logits_unmask_a_wrong_merge(
 
         monkeypatch.setattr(export, "_write_small_files", spoils_config)
     else:
-        right = export.merged_weight
+        right = export_plan.merged_weight
 
         def wrong(weight: torch.Tensor, *rest: Any) -> torch.Tensor:
             update = right(weight, *rest) - weight.float()
             factor = {"not applied": 1e-3, "half as strong": 0.5, "transposed": 1.0}[mistake]
             return weight.float() + factor * (update.t() if mistake == "transposed" else update)
 
-        monkeypatch.setattr(export, "merged_weight", wrong)
+        monkeypatch.setattr(export_plan, "merged_weight", wrong)
     with pytest.raises(RuntimeError, match="answers differently from the live one"):
         save_merged(model, tmp_path / "merged")
     assert not leftovers(tmp_path)
