@@ -44,7 +44,7 @@ APART: dict[str, dict[str, Any]] = {  # a tied table that an adapter has twice, 
     "updated tables": {"target_modules": ["q_proj", *TABLES]},
     "updated head": {"target_modules": ["q_proj", "lm_head"]},
     "rows of the head": {"trainable_token_indices": {"lm_head": ROWS}},
-    "other rows of the head": {"trainable_token_indices": {"embed_tokens": [4], "lm_head": ROWS}},
+    "other rows of the head": {"trainable_token_indices": {"embed_tokens": ROWS[:1], "lm_head": ROWS}},
 }
 
 
