@@ -169,9 +169,9 @@ def understand(raw: Mapping[str, Any], folder: Path) -> Lora:
     if ignored:
         print(f"{folder / CONFIG}: unknown fields without a value are ignored: {', '.join(ignored)}.", file=sys.stderr)
     lora = Lora(
-        rank, alpha, targets, float(dropout), raw.get("use_rslora") is True, layers, [], None,
+        rank, alpha, targets, float(dropout), bool(raw.get("use_rslora")), layers, [], None,
         dict(patterns[0]), dict(patterns[1]),
-        raw.get("bias") or "none", raw.get("lora_bias") is True, raw.get("use_dora") is True,
+        raw.get("bias") or "none", bool(raw.get("lora_bias")), bool(raw.get("use_dora")),
         "loftq" if raw.get("loftq_config") else "default",
     )  # fmt: skip
     if wrong := faults(lora, torch.float32):

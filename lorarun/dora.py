@@ -15,12 +15,13 @@ token would read every weight twice otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lorarun.kernels.backend import autocast
 from lorarun.quant.store import Store, dequantize
 
 
@@ -32,13 +33,15 @@ def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float, squares: Tenso
     the adapter's own product does.  squares [out]: ‖w‖², where it is known.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
-    with torch.autocast(weight.device.type, enabled=False):
+    on = autocast(weight.device)
+    with torch.autocast(weight.device.type, enabled=False) if on else nullcontext():
         if squares is None:
             squares = row_squares(weight)
+        a = a.to(weight.dtype)
         if weight.dtype != wide and weight.is_cuda:
-            along = torch.mm(weight, a.to(weight.dtype).T, out_dtype=wide)
+            along = torch.mm(weight, a.T, out_dtype=wide)
         else:
-            along = (weight @ a.to(weight.dtype).T).to(wide)  # [out, rank]
+            along = (weight @ a.T).to(wide)  # [out, rank]
         a, b = a.to(wide), b.to(wide) * scale
         total = squares + ((2 * along + b @ (a @ a.T)) * b).sum(1)
         return total.clamp_min_(torch.finfo(wide).tiny).sqrt_()  # a row of zeros has a length to divide by

@@ -304,13 +304,13 @@ def test_fields_of_a_newer_peft(tiny: Tiny, tmp_path: Path, capsys: pytest.Captu
     assert torch.equal(logits(fresh), logits(model))
     said = [line for line in capsys.readouterr().err.splitlines() if "ignored" in line]
     assert len(said) == 1 and said[0].endswith("future_flag, later_config, more, names, text.")
-    change(tmp_path, future_flag=True, use_dora=True, layer_replication=[[0, 2]], target_parameters=["x"], zero=0)
+    change(tmp_path, future_flag=True, use_bdlora=True, layer_replication=[[0, 2]], target_parameters=["x"], zero=0)
     fresh = load(tiny("llama3"))
     with pytest.raises(ValueError) as caught:
         load_adapter(fresh, tmp_path)
     for part in (
         "future_flag is True",
-        "use_dora is True",
+        "use_bdlora is True",
         "layer_replication is [[0, 2]]",
         "target_parameters is ['x']",
     ):
@@ -322,13 +322,17 @@ def test_fields_of_a_newer_peft(tiny: Tiny, tmp_path: Path, capsys: pytest.Captu
 WRONG_FIELDS: dict[str, Any] = dict.fromkeys(sorted(UNSUPPORTED), {"x": 1}) | {
     "peft_type": "LOHA",
     "task_type": "SEQ_CLS",
-    "bias": "lora_only",
+    "bias": "most",
+    "lora_bias": 1.5,
+    "use_dora": "yes",
+    "loftq_config": {"loftq_bits": 8},
     "fan_in_fan_out": True,
     "init_lora_weights": "pissa_niter_4",
     "layers_pattern": "h",
     "modules_to_save": ["lm_head"],
     "exclude_modules": ["q_proj"],
-    "rank_pattern": {"q_proj": 8},
+    "rank_pattern": {"q_proj": 0},
+    "alpha_pattern": ["q_proj"],
     "r": 0,
     "lora_alpha": "16",
     "lora_dropout": 1.5,
@@ -360,8 +364,6 @@ def test_every_field_of_the_installed_peft_is_known(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"use_dora": True}, "use_dora is True"),
-        ({"lora_bias": True}, "lora_bias is True"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
         ({"target_modules": ["q_proj", "lm_head"]}, r"unexpected: .*base_model.model.lm_head.lora_A.weight"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, r"unexpected: .*embed_tokens.*lora_embedding_A"),
