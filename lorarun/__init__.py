@@ -19,6 +19,7 @@ from lorarun.merge import combine_adapters, merge, unmerge
 from lorarun.preview import preview
 from lorarun.publish import push_to_hub
 from lorarun.report import report
+from lorarun.tokens import add_tokens, train_all
 from lorarun.train import evaluate, fit, loss
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ __all__ = [
     "Batch",
     "adapters_disabled",
     "add_lora",
+    "add_tokens",
     "batches",
     "combine_adapters",
     "evaluate",
@@ -45,6 +47,7 @@ __all__ = [
     "save_gguf",
     "save_merged",
     "supervised",
+    "train_all",
     "unmerge",
     "use_adapter",
 ]

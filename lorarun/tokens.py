@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,24 @@ def grow(model: Model, size: int, rows: Mapping[str, Tensor] | None = None) -> N
     if tied:
         model.lm_head.weight = model.model.embed_tokens.weight
     model.lm_head.out_features = model.config.vocab_size = size
+
+
+def learns_row(model: Model, token: int) -> bool:
+    """Whether a token's row of the embedding is trained."""
+    if model.whole or model.active is None:
+        return model.whole
+    lora: Lora = model.adapters[model.active]
+    return EMBEDDING in lora.copies or token in lora.tokens.get(EMBEDDING, [])
+
+
+def check_added(model: Model, ids: Iterable[int]) -> None:
+    """Warn of tokens among ``ids`` that were added here and whose rows nothing trains."""
+    if fresh := [i for i in ids if i in model.added and not learns_row(model, i)]:
+        warnings.warn(
+            f"The data has tokens that were added and that are not trained: ids {', '.join(map(str, fresh[:20]))}. "
+            "An adapter that add_lora attaches after add_tokens trains their rows.",
+            stacklevel=4,
+        )
 
 
 def train_all(model: Model) -> Model:

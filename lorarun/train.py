@@ -25,14 +25,16 @@ from torch import Tensor, nn
 from lorarun.adapter import save_adapter
 from lorarun.bucket import Given, Inputs, sent
 from lorarun.data import Batch, Batches, Prepared, as_batch, batches, prepare, supervised, targets
+from lorarun.export import save_merged
 from lorarun.graph import Steps
 from lorarun.head import head_losses
 from lorarun.kernels.cross_entropy import IGNORE
-from lorarun.lora import linears
 from lorarun.memory import follow
 from lorarun.nn import Model
 from lorarun.optim import SCHEDULES, Optimizer, learning_rate
 from lorarun.progress import Progress
+from lorarun.tokens import check_added, learns_row
+from lorarun.trained import owner, weighted
 
 
 def loss(model: Model, batch: Batch | Mapping[str, Any], denominator: float | Tensor | None = None) -> Tensor:
@@ -151,7 +153,7 @@ class Fit(NamedTuple):
     last_loss: float | None
     eval_before: float | None
     eval_after: float | None
-    adapter: Path
+    adapter: Path  # or the checkpoint, where every weight was trained
     metrics: Path
     plot: Path | None
     interrupted: bool
@@ -177,7 +179,8 @@ def fit(
     fold_system: bool = False,
     seed: int = 0,
 ) -> Fit:
-    """Train the active adapter on ``rows`` with AdamW (moments in fp32), and save it to ``out/adapter``.
+    """Train the active adapter on ``rows`` with AdamW (moments in fp32), and save it to ``out/adapter``; after
+    ``train_all`` every weight, saved as a checkpoint in the new folder ``out/model``.
 
     rows, eval_rows: dicts as :func:`lorarun.data.prepare` describes them.  eval_fraction: take this part of ``rows``
     for evaluation instead; ``seed`` says which.  epochs: passes over the rows, each in a new order from ``seed``;
@@ -199,6 +202,10 @@ def fit(
     if not torch.is_grad_enabled():
         raise ValueError("fit: gradients are switched off here (torch.no_grad); call it outside.")
     parameters = _trainable(model)
+    if model.whole and (there := Path(out) / "model").exists():
+        raise ValueError(
+            f"fit: {there} exists already, and a checkpoint is written to a new folder; choose another out."
+        )
     if eval_fraction:
         rows, eval_rows = _hold_out(list(rows), eval_rows, eval_fraction, seed)
     prepared = prepare(rows, model.tokenizer, max_tokens, fold_system)
@@ -239,6 +246,7 @@ def _train(
 ) -> Fit:
     """The loop of :func:`fit` over ``work``, the learning rate and the batches of each step."""
     training, interrupted, taken = model.training, False, 0
+    saved = out / ("model" if model.whole else "adapter")
     optimizer.clear()  # gradients of a backward pass before this call
     with Progress(out, steps) as progress:
         if held is not None:
@@ -263,9 +271,9 @@ def _train(
             model.train(training)
             optimizer.clear()
             if taken:  # also when an error ends the run
-                save_adapter(model, out / "adapter")
+                (save_merged if model.whole else save_adapter)(model, saved)
             else:
-                progress.note(f"no step was taken, so {out / 'adapter'} is left as it was")
+                progress.note(f"no step was taken, so {saved} is left as it was")
     done = [row for row in progress.rows if row["step"] > 0]
     first, last = (done[0], done[-1]) if done else ({}, {})
     skipped = sum("skipped" in row for row in done)
@@ -280,12 +288,14 @@ def _train(
         last_loss=last.get("loss"),
         eval_before=progress.rows[0]["eval_loss"] if held is not None else None,
         eval_after=last.get("eval_loss"),
-        adapter=out / "adapter",
+        adapter=saved,
         metrics=progress.metrics,
         plot=progress.plot,
         interrupted=interrupted,
     )
-    print(f"adapter in {result.adapter}, each step in {result.metrics}", file=sys.stderr)
+    print(
+        f"{'model' if model.whole else 'adapter'} in {result.adapter}, each step in {result.metrics}", file=sys.stderr
+    )
     if result.plot is not None:
         print(f"losses drawn in {result.plot}", file=sys.stderr)
     return result
@@ -335,18 +345,18 @@ def _check(
 
 def _trainable(model: Model) -> dict[str, nn.Parameter]:
     """The parameters of the active adapter, by name; ValueError where training would have no effect or be lost."""
-    if any(linear.merged is not None for _, linear in linears(model)):
+    if any(module.merged is not None for _, module in weighted(model)):
         raise ValueError(
             "fit: the adapter is merged into the weights, where it does not learn; call unmerge(model) first."
         )
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    foreign = [name for name in found if ".lora_" not in name]
-    if foreign:
+    foreign = [name for name in found if owner(name) is None]
+    if foreign and not model.whole:
         raise ValueError(
             f"fit: it trains and saves an adapter, but {len(foreign)} other parameters require gradients too "
             f"({', '.join(foreign[:3])}): freeze them, or write a loop as in scripts/finetune.py."
         )
-    if model.active is None or not found:
+    if not found or (model.active is None and not model.whole):
         raise ValueError("fit: there is nothing to train; call add_lora(model) first, or use_adapter to choose one.")
     return found
 
@@ -376,12 +386,15 @@ def check_ids(model: Model, *data: Prepared) -> None:
             f"The data has ids {beyond[:10]}, but the model's table ends at {len(table) - 1}: this is another model's "
             "tokenizer."
         )
+    check_added(model, ids.tolist())
     empty = ids[(table[ids.to(table.device)] == 0).all(dim=-1).cpu()].tolist()
+    empty = [i for i in empty if not learns_row(model, i)]
     if empty:
         more = f" and {len(empty) - 20} more" if len(empty) > 20 else ""
         warnings.warn(
             f"The data has tokens whose embedding was never trained (all zero): ids {', '.join(map(str, empty[:20]))}"
-            f"{more}. An adapter cannot tell them apart; use a template with tokens that the checkpoint knows.",
+            f"{more}. An adapter cannot tell them apart; use a template with tokens that the checkpoint knows, or "
+            "train their rows (add_tokens).",
             stacklevel=3,
         )
 

@@ -17,11 +17,12 @@ from safetensors.torch import load_file
 
 import lorarun
 from lorarun.adapter import WEIGHTS, save_adapter
+from lorarun.kernels import cross_entropy
 from lorarun.load import load
-from lorarun.lora import lora_parameters
+from lorarun.lora import adapters_disabled, add_lora, lora_parameters, use_adapter
 from lorarun.merge import merge, unmerge
 from lorarun.nn import Model
-from lorarun.trained import is_tied
+from lorarun.trained import is_tied, weighted
 
 Tiny = Callable[[str], Path]
 TABLES = ["embed_tokens", "lm_head"]
@@ -173,3 +174,190 @@ def test_a_tied_table_that_peft_trained_apart(name: str, case: str, tiny: Tiny, 
     save_adapter(model, tmp_path / "again")
     again = load(base, adapter=tmp_path / "again", dtype=torch.float32)
     assert torch.equal(logits(again), live)
+
+
+# --- arguments of add_lora, dtypes, switching -----------------------------------------------------------------------
+
+OWN: dict[str, dict[str, Any]] = {
+    "whole tables": {"modules_to_save": ["lm_head"]},  # a tied one is had by both
+    "norms, a projection": {"modules_to_save": ["norm", "layers.1.self_attn.k_proj"]},
+    "updated tables": {"targets": ["q_proj", "embed_tokens", "lm_head"]},
+}
+
+
+def moved(model: Model, seed: int = 1, size: float = 0.05) -> Model:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in lora_parameters(model):
+            parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def adapted(base: Path, dtype: torch.dtype = torch.float32, bits: int | None = None, **arguments: Any) -> Model:
+    model = load(base, dtype=dtype, bits=bits)
+    return moved(add_lora(model, r=4, alpha=8, seed=0, **({"targets": ["q_proj"]} | arguments)))
+
+
+@pytest.mark.parametrize("case", OWN)
+@pytest.mark.parametrize("name", ["llama-bias", "llama-tied", "gemma3-text", "gemma3"])
+def test_what_is_saved_here_runs_in_peft(name: str, case: str, tiny: Tiny, tmp_path: Path) -> None:
+    model = adapted(tiny(name), **OWN[case])
+    live = logits(model)
+    save_adapter(model, tmp_path)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        other = with_adapter(tiny(name), tmp_path)
+        assert off(live, other(input_ids=ids()).logits) < 1e-5
+    assert not any("vision" in n and ("lora_" in n or "modules_to_save" in n) for n, _ in other.named_parameters())
+    again = load(tmp_path, dtype=torch.float32)
+    assert torch.equal(logits(again), live)
+    kept, got = model.adapters["default"], again.adapters["default"]
+    assert (got.copies, got.tables, got.tied) == (kept.copies, kept.tables, kept.tied)
+    save_adapter(again, tmp_path / "again")
+    assert (tmp_path / "again" / WEIGHTS).read_bytes() == (tmp_path / WEIGHTS).read_bytes()
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_the_model_starts_unchanged_and_only_what_was_asked_for_is_trained(case: str, tiny: Tiny) -> None:
+    """https://github.com/unslothai/unsloth/issues/9326: the trained set is the requested set."""
+    for name in ("llama3", "llama-tied"):
+        model = load(tiny(name), dtype=torch.float32)
+        base = logits(model)
+        add_lora(model, r=4, seed=0, **({"targets": ["q_proj"]} | OWN[case])).eval()
+        assert torch.equal(logits(model), base)
+        trained = {n for n, p in model.named_parameters() if p.requires_grad and "q_proj" not in n}
+        table, head = "model.embed_tokens", "lm_head"
+        whole = {f"{path}.modules_to_save.default.weight" for path in model.adapters["default"].copies}
+        updates = {f"{table}.lora_embedding_{x}.default" for x in "AB"}
+        if case == "whole tables":
+            assert trained == {f"{table if name == 'llama-tied' else head}.modules_to_save.default.weight"}
+        elif case == "updated tables":
+            own = {f"{head}.lora_{x}.default.weight" for x in "AB"}
+            assert trained == updates | (own if name == "llama3" else set())
+        else:
+            assert trained == whole and len(whole) == 2 * 4 + 1 + 1
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("name", ["llama3", "gemma2"])
+def test_over_a_16_bit_base(name: str, bits: int | None, tiny: Tiny) -> None:
+    """Copies and rows are fp32, so that small steps move them; values are those of the weights they round to."""
+    model = adapted(tiny(name), torch.bfloat16, bits, modules_to_save=["lm_head", "norm"])
+    assert {p.dtype for p in lora_parameters(model)} == {torch.float32} and model.dtype == torch.bfloat16
+    exact = adapted(tiny(name), torch.float32, bits, modules_to_save=["lm_head", "norm"])
+    with torch.no_grad():
+        for ours, theirs in zip(lora_parameters(exact), lora_parameters(model), strict=True):
+            ours.copy_(theirs)
+    rough = logits(model)
+    assert rough.dtype == torch.bfloat16
+    assert off(rough, logits(exact)) < 0.05  # bf16 through these blocks: a frozen model's is 0.02 to 0.03
+    lorarun.loss(model, {"ids": ids(), "labels": ids()}).backward()
+    lorarun.loss(exact, {"ids": ids(), "labels": ids()}).backward()
+    for a, b in zip(lora_parameters(model), lora_parameters(exact), strict=True):
+        assert a.grad.dtype == torch.float32 and off(a.grad, b.grad) < 0.25
+    before = [p.detach().clone() for p in lora_parameters(model)]
+    optimizer = torch.optim.AdamW(lora_parameters(model), lr=1e-5, weight_decay=0.0)
+    optimizer.step()
+    for p, then in zip(lora_parameters(model), before, strict=True):
+        assert ((p != then) == (p.grad != 0)).float().mean() > 0.99  # https://github.com/huggingface/peft/issues/2421
+
+
+def test_quantised_weights_cannot_be_copied(tiny: Tiny) -> None:
+    model = load(tiny("llama3"), bits=4)
+    with pytest.raises(ValueError, match="means 4 quantised weights, model.layers.0.self_attn.k_proj"):
+        add_lora(model, modules_to_save=["k_proj"])
+    assert not model.adapters
+    add_lora(load(tiny("llama3"), bits=4, skip=["k_proj"]), modules_to_save=["k_proj"])
+
+
+def test_switching_and_merging(tiny: Tiny) -> None:
+    model = load(tiny("llama-tied"), dtype=torch.float32)
+    base = logits(model)
+    alone = {}
+    for name, arguments in zip(("one", "two", "three"), OWN.values(), strict=True):
+        moved(add_lora(model, r=4, name=name, seed=0, **({"targets": ["q_proj"]} | arguments)), seed=len(name))
+        alone[name] = logits(model)
+        assert off(alone[name], base) > 1e-3
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for name, expected in alone.items():
+        use_adapter(model, name)
+        assert torch.equal(logits(model), expected)
+        assert {n for n, p in model.named_parameters() if p.requires_grad} == {n for n in start if f".{name}" in n}
+        with adapters_disabled(model):
+            assert torch.equal(logits(model), base)
+        assert torch.equal(logits(model), expected)
+        merge(model)
+        merge(model)
+        assert is_tied(model) and off(logits(model), expected) < 1e-5
+        for call in (lambda: use_adapter(model, None), lambda: add_lora(model, name="four")):
+            with pytest.raises(ValueError, match="call unmerge"):
+                call()
+        with pytest.raises(ValueError, match="state_dict"):
+            model.state_dict()
+        unmerge(model)
+        assert all(torch.equal(p, start[n]) for n, p in model.named_parameters()) and is_tied(model)
+    use_adapter(model, None)
+    assert torch.equal(logits(model), base) and not any(p.requires_grad for p in model.parameters())
+
+
+def test_a_biased_projection_is_copied_with_its_bias(tiny: Tiny, tmp_path: Path) -> None:
+    model = adapted(tiny("qwen2"), modules_to_save=["v_proj"])
+    live, before = logits(model), model.model.layers[0].self_attn.v_proj.bias.clone()
+    save_adapter(model, tmp_path)
+    assert "base_model.model.model.layers.0.self_attn.v_proj.bias" in load_file(tmp_path / WEIGHTS)
+    merge(model)
+    assert not torch.equal(model.model.layers[0].self_attn.v_proj.bias, before) and off(logits(model), live) < 1e-5
+    unmerge(model)
+    assert torch.equal(model.model.layers[0].self_attn.v_proj.bias, before) and torch.equal(logits(model), live)
+
+
+# --- the loss ------------------------------------------------------------------------------------------------------
+
+
+def backward_elsewhere(model: Model, loss: torch.Tensor) -> None:
+    """What is computed again on the way back is what was computed, although nothing of it is on any more."""
+    for _, module in weighted(model):
+        module.active = module.trained = None
+    loss.backward()
+    use_adapter(model, "default")
+
+
+def test_an_adapted_heads_loss_in_chunks_with_dropout(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks change nothing, dropout's mask included, and full logits never exist."""
+    model = adapted(tiny("gemma2"), dropout=0.3, targets=["q_proj", "embed_tokens", "lm_head"]).train()
+    batch = {"ids": ids(), "labels": ids()}
+    results = []
+    for rows in (10**6, 5):
+        monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", rows * 4 * 4 * 1024)
+        model.zero_grad()
+        model.clock.step = 0
+        loss = lorarun.loss(model, batch)
+        backward_elsewhere(model, loss)
+        results.append((loss.detach(), [p.grad.clone() for p in lora_parameters(model)]))
+    (whole, expected), (parts, got) = results
+    assert off(parts, whole) < 1e-6 and all(off(a, b) < 1e-5 for a, b in zip(got, expected, strict=True))
+    model.eval()
+    assert abs(float(lorarun.loss(model, batch)) / float(whole) - 1) > 1e-4  # there was dropout
+
+
+@pytest.mark.parametrize("policy", ["selective", "recompute", "offload"])
+def test_policies_change_no_gradient(policy: str, tiny: Tiny) -> None:
+    model = adapted(tiny("gemma3-text"), modules_to_save=["norm", "k_proj", "embed_tokens"]).train()
+    batch = {"ids": ids(), "labels": ids()}
+    results = []
+    for each in ("keep", policy):
+        model.policies = [each] * len(model.policies)
+        model.zero_grad()
+        loss = lorarun.loss(model, batch)
+        backward_elsewhere(model, loss)
+        results.append([p.grad.clone() for p in lora_parameters(model)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_plan_and_report_know(tiny: Tiny) -> None:
+    model = adapted(tiny("llama3"), modules_to_save=["norm"], targets=["q_proj", "lm_head"])
+    lorarun.plan(model, 64)
+    lorarun.loss(model, {"ids": ids(), "labels": ids()}).backward()
+    facts = lorarun.report(model).to_dict()
+    assert "9 modules whole" in facts["adapters"]["default"] and "lm_head" in facts["adapters"]["default"]
+    assert facts["model"]["parameters"] == sum(p.numel() for p in load(tiny("llama3")).parameters())
