@@ -58,7 +58,10 @@ class Export:
         """The source's tensor, with the rows that the live model has beyond it."""
         ((_, stored),) = self.source.read([self.origin.get(name, name)])
         missing = self.entries[name].shape[0] - stored.shape[0] if stored.dim() else 0
-        return stored if not missing else torch.cat((stored, self.live[name][-missing:].to(stored)))
+        if not missing:
+            return stored
+        wide = torch.promote_types(stored.dtype, self.live[name].dtype)
+        return torch.cat((stored.to(wide), self.live[name][-missing:].to(stored.device, wide)))
 
     def base(self, name: str, stored: Tensor) -> Tensor:
         """The weight without adapter: as stored, or as the live model has it."""
