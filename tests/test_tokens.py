@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Callable
@@ -15,18 +14,16 @@ import tokenizers
 import torch
 import toy
 import transformers
-from peft_side import ids_for, off, reference, with_adapter
-from safetensors.torch import load_file
+from peft_side import ids_for, off, reference
 
 import lorarun
-from lorarun import add_tokens, save_merged, train_all
-from lorarun.adapter import WEIGHTS, load_adapter, save_adapter
+from lorarun import add_tokens, save_merged
+from lorarun.adapter import load_adapter, save_adapter
 from lorarun.load import load
 from lorarun.lora import adapters_disabled, add_lora, lora_parameters, use_adapter
 from lorarun.merge import merge, unmerge
 from lorarun.nn import Model
-from lorarun.optim import Optimizer
-from lorarun.train import check_ids, fit
+from lorarun.train import check_ids
 from lorarun.trained import is_tied
 
 Tiny = Callable[[str], Path]
