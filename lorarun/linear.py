@@ -161,16 +161,20 @@ class Linear(Weighted):
 
     def finish(self, y: Tensor) -> Tensor:
         """y, the product with the weight and the adapter's matrices, as the adapter scales and shifts it."""
+        scale, bias = self.after(y.dtype)
+        if scale is not None:
+            return rescale(y, scale, bias)
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def after(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """What the product in ``dtype`` is multiplied by and what is added to it then, [out] each; None: nothing is."""
         branch, _, bias, added, magnitude = running = self.running()
         if not running.after:
-            return y
+            return None, None
         bias = self.bias if bias is None else bias
         if added is not None:
             bias = branch.scale * added if bias is None else bias + branch.scale * added
-        if magnitude is not None:
-            return rescale(y, magnitude / self._norms(branch, y.dtype), bias)
-        assert bias is not None
-        return y + bias.to(y.dtype)
+        return None if magnitude is None else magnitude / self._norms(branch, dtype), bias
 
     def _norms(self, branch: Branch, dtype: torch.dtype) -> Tensor:
         """‖row of W + scale · B · A‖ [out], once in a pass through the model."""

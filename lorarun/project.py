@@ -9,9 +9,9 @@ What autograd keeps: for ``project`` x and u (a few columns), for ``gated_mlp`` 
 adapters' terms, and u.  Activations and adapter terms are computed again on the way back; frozen weights are never
 kept.  A block's policy (:mod:`lorarun.recompute`) can have less kept, and the MLP's rows taken in tiles.
 
-What DoRA and learned biases do to an output is done to the products' results, by autograd (:meth:`Linear.finish`): that
-DoRA's gradient needs the result before it was scaled is memory that no Function could save.  An MLP with one of these
-runs as project, activation, project, whole and with gate and up kept.
+DoRA scales the columns of a product, and its gradient needs them as they were before: they are kept, too.  Learned
+biases are added by autograd.  An MLP with one of these runs as project, activation, project, whole and with gate and up
+kept.
 
 A ``Linear`` that somebody subclassed, hooked or trains takes the separate path through its own ``forward``; the
 reason is given by :func:`obstacle`, which the report shows.
@@ -32,6 +32,7 @@ from lorarun.kernels.dropout import Dropout
 from lorarun.kernels.gated import adapted_backward, adapted_forward, gated
 from lorarun.kernels.lora import Branch, lora_down, lora_grad, lora_input_grad, lora_up_, serves
 from lorarun.kernels.replay import decide, frame, keep
+from lorarun.kernels.rescale import rescale_backward, rescale_forward
 from lorarun.kernels.scaled import quantize_rows, scaled_mm
 from lorarun.nn import Linear, untouched
 from lorarun.quant.store import Store, dense_side_by_side
@@ -155,8 +156,8 @@ def _cast(grads: Sequence[Tensor | None], like: Sequence[Tensor | None]) -> list
 
 
 class _Project(torch.autograd.Function):
-    """Saves x and u, or u alone where every A is frozen.  Backward: dx = dy·W + the adapters' part; dA and dB in one
-    pass over x and one over dy.
+    """Saves x (unless every A is frozen) and u.  Backward: dx = dy·W + the adapters' part; dA and dB in one pass over x
+    and one over dy.  With scale [Σ sizes] the outputs are z · scale + shift, and the products z are saved as well.
 
     Replayed, the outputs are those of the first time if the block's policy kept ``name``.
     """
@@ -164,7 +165,7 @@ class _Project(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, frozen: Frozen, branches: list[Branch], drop: Dropout | None, name: str, x: Tensor,
-        *factors: Tensor | None,
+        scale: Tensor | None, shift: Tensor | None, *factors: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         branches = _rejoin(branches, factors)
         u = lora_down(x, branches, drop) if any(branch.rank for branch in branches) else None
@@ -173,18 +174,24 @@ class _Project(torch.autograd.Function):
             y = frozen.mm(x)
             return y if u is None else lora_up_(y, u, branches)
 
-        y: Tensor = keep(name, products)
+        y = z = keep(name, products)
+        if scale is not None:
+            y = rescale_forward(z, scale, shift)
         ctx.frozen, ctx.drop = frozen, drop
         ctx.shapes = [Branch(branch.size, scale=branch.scale) for branch in branches]
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[5::2]) else None, u, *factors)
-        return y.split(frozen.sizes, dim=1)
+        needs_x = any(ctx.needs_input_grad[7::2])
+        ctx.save_for_backward(x if needs_x else None, u, None if scale is None else z, scale, shift, *factors)
+        return tuple(y.split(frozen.sizes, dim=1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
-        x, u, *factors = ctx.saved_tensors
+        x, u, z, scale, shift, *factors = ctx.saved_tensors
         dy = side_by_side(dys)
         grads: list[Tensor | None] = [None] * len(factors)
+        dscale = dshift = None
+        if z is not None:
+            dy, dscale, dshift = rescale_backward(dy, z, scale)
         dx, needs_dx = None, ctx.needs_input_grad[4]
         if u is not None:
             branches = _rejoin(ctx.shapes, factors)
@@ -192,7 +199,7 @@ class _Project(torch.autograd.Function):
             dx, grads[::2] = lora_input_grad(x, du, branches, ctx.drop, needs_dx)
         if needs_dx:
             dx = ctx.frozen.mm_t(dy, dx)
-        return None, None, None, None, dx, *_cast(grads, factors)
+        return None, None, None, None, dx, *_cast((dscale, dshift, *grads), (scale, shift, *factors))
 
 
 def side_by_side(parts: Sequence[Tensor]) -> Tensor:
@@ -354,8 +361,24 @@ def project(x: Tensor, *linears: Linear, name: str = "") -> tuple[Tensor, ...]:
             return tuple(linear.adapt(y.unflatten(0, x.shape[:-1]), x) for linear, y in zip(linears, ys, strict=True))
         return tuple(linear(x) for linear in linears)
     branches, drop = served
-    ys = _Project.apply(Frozen(linears), branches, drop, name, _rows(x), *_factors(branches))
-    return tuple(linear.finish(y.unflatten(0, x.shape[:-1])) for linear, y in zip(linears, ys, strict=True))
+    after = [linear.after(x.dtype) for linear in linears]
+    sizes = [linear.out_features for linear in linears]
+    scale = _columns([each[0] for each in after], sizes, 1.0)
+    shift = None if scale is None else _columns([each[1] for each in after], sizes, 0.0)
+    ys = _Project.apply(Frozen(linears), branches, drop, name, _rows(x), scale, shift, *_factors(branches))
+    ys = tuple(y.unflatten(0, x.shape[:-1]) for y in ys)
+    if scale is not None:
+        return ys
+    return tuple(y if bias is None else y + bias.to(y.dtype) for y, (_, bias) in zip(ys, after, strict=True))
+
+
+def _columns(parts: Sequence[Tensor | None], sizes: Sequence[int], fill: float) -> Tensor | None:
+    """Vectors of these sizes one behind the other, ``fill`` where there is none; None where there is none at all."""
+    there = [part for part in parts if part is not None]
+    if not there:
+        return None
+    pairs = zip(parts, sizes, strict=True)
+    return torch.cat([there[0].new_full((n,), fill) if part is None else part for part, n in pairs]).float()
 
 
 def gated_mlp(h: Tensor, gate: Linear, up: Linear, down: Linear, act: str, residual: Tensor | None = None) -> Tensor:

@@ -57,6 +57,19 @@ def test_a_policy_changes_no_bit(tiny, kind):
         assert all(map(torch.equal, step(model, batches), expected)), policy
 
 
+@pytest.mark.kernel
+@pytest.mark.parametrize("kind", ["dora on nf4", "frozen a"])
+def test_a_policy_changes_no_bit_in_kernels(tiny, kind):
+    """On two blocks and few tokens, since a kernel under the interpreter takes seconds."""
+    model, batches = adapted(tiny, kind), (packed(4, 6), texts(1, 9, seed=1))
+    model.model.layers = model.model.layers[::3]
+    model.policies = ["keep", "keep"]
+    expected = step(model, batches)
+    for policies in (["no_gate_up", "selective"], ["offload", "recompute"]):
+        model.policies = policies
+        assert all(map(torch.equal, step(model, batches), expected)), policies
+
+
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_what_was_switched_to_before_backward_does_not_matter(tiny, kind):
     """A recomputed block runs the adapter of its forward, with the lengths and the masks of its forward."""

@@ -77,37 +77,48 @@ def _grid(rows: int, cols: int) -> tuple[tuple[int, int], int]:
     return (triton.cdiv(cols, BLOCK_N), triton.cdiv(rows, size)), size
 
 
+def rescale_forward(z: Tensor, s: Tensor, b: Tensor | None = None) -> Tensor:
+    """z · s + b for z [rows, cols] of any row stride, in a tensor of its own."""
+    y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    if len(z):
+        grid, group = _grid(*z.shape)
+        _rescale[grid](
+            z, s, b, y, *z.shape, z.stride(0), group,
+            BIAS=b is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=WARPS,
+        )  # fmt: skip
+    return y
+
+
+def rescale_backward(dy: Tensor, z: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dz in the dtype of z [rows, cols], ds and db in fp32."""
+    dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    if not len(z):
+        zero = torch.zeros(z.shape[1], device=z.device)
+        return dz, zero, zero
+    grid, group = _grid(*z.shape)
+    sums = torch.empty((2, grid[1], z.shape[1]), dtype=torch.float32, device=z.device)
+    _rescale_backward[grid](
+        dy, z, s, dz, sums[0], sums[1], *z.shape, dy.stride(0), z.stride(0), group,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=WARPS,
+    )  # fmt: skip
+    ds, db = sums.sum(1)
+    return dz, ds, db
+
+
 class _Rescale(torch.autograd.Function):
     """Saves z and s."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, s: Tensor, b: Tensor | None) -> Tensor:
-        y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-        if len(z):
-            grid, group = _grid(*z.shape)
-            _rescale[grid](
-                z, s, b, y, *z.shape, z.stride(0), group,
-                BIAS=b is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=WARPS,
-            )  # fmt: skip
         ctx.save_for_backward(z, s)
         ctx.bias = None if b is None else b.dtype
-        return y
+        return rescale_forward(z, s, b)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         z, s = ctx.saved_tensors
-        dy = dy if dy.stride(1) == 1 else dy.contiguous()
-        dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-        if not len(z):
-            return dz, torch.zeros_like(s), None if ctx.bias is None else torch.zeros_like(s, dtype=ctx.bias)
-        grid, group = _grid(*z.shape)
-        sums = torch.empty((2, grid[1], z.shape[1]), dtype=torch.float32, device=z.device)
-        _rescale_backward[grid](
-            dy, z, s, dz, sums[0], sums[1], *z.shape, dy.stride(0), z.stride(0), group,
-            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=WARPS,
-        )  # fmt: skip
-        ds, db = sums.sum(1)
+        dz, ds, db = rescale_backward(dy if dy.stride(1) == 1 else dy.contiguous(), z, s)
         return dz, ds.to(s.dtype), None if ctx.bias is None else db.to(ctx.bias)
 
 
