@@ -329,7 +329,9 @@ WRONG_FIELDS: dict[str, Any] = dict.fromkeys(sorted(UNSUPPORTED), {"x": 1}) | {
     "fan_in_fan_out": True,
     "init_lora_weights": "pissa_niter_4",
     "layers_pattern": "h",
-    "modules_to_save": ["lm_head"],
+    "modules_to_save": "lm_head",
+    "trainable_token_indices": {"q_proj": [1]},
+    "ensure_weight_tying": "yes",
     "exclude_modules": ["q_proj"],
     "rank_pattern": {"q_proj": 0},
     "alpha_pattern": ["q_proj"],
@@ -362,18 +364,49 @@ def test_every_field_of_the_installed_peft_is_known(
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "change_to", "message"),
     [
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
-        ({"target_modules": ["q_proj", "lm_head"]}, r"unexpected: .*base_model.model.lm_head.lora_A.weight"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, r"unexpected: .*embed_tokens.*lora_embedding_A"),
-        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices is"),
+        ({"modules_to_save": ["lm_head"]}, {"modules_to_save": None}, "was trained on another lm_head"),
+        ({"modules_to_save": ["norm"]}, {"modules_to_save": ["lm_head"]}, "1 tensors are missing: lm_head.weight"),
+        ({"modules_to_save": ["norm"]}, {"modules_to_save": None}, "9 tensors are unexpected"),
+        ({}, {"modules_to_save": ["classifier"]}, "no module of this model is called 'classifier'"),
+        (
+            {"target_modules": ["q_proj", "lm_head"]},
+            {"target_modules": ["q_proj"]},
+            "2 tensors are unexpected: base_model.model.lm_head.lora_A.weight",
+        ),
+        (
+            {"target_modules": ["q_proj", "embed_tokens"]},
+            {"target_modules": ["q_proj", "lm_head"]},
+            "2 tensors are missing: lm_head.lora_A.weight, lm_head.lora_B.weight",
+        ),
+        (
+            {"trainable_token_indices": [1, 2]},
+            {"trainable_token_indices": [1, 2, 3]},
+            r"shape \[2, 64\] instead of \[3, 64\]: .*trainable_tokens_delta",
+        ),
+        (
+            {"trainable_token_indices": [1, 2]},
+            {"modules_to_save": ["embed_tokens"]},
+            "rows of tokens together with a copy or an update of the table are not supported: model.embed_tokens",
+        ),
     ],
 )
-def test_adapters_of_peft_that_are_more_than_lora(fields: dict, message: str, tiny: Tiny, tmp_path: Path) -> None:
-    made_by_peft(tiny("llama3"), tmp_path, **({"target_modules": ["q_proj"]} | fields))
+def test_tensors_that_are_no_projections(
+    fields: dict, change_to: dict, message: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    """Trained values are never taken for frozen ones, nor left out."""
+    other = made_by_peft(tiny("llama3"), tmp_path, **({"target_modules": ["q_proj"]} | fields))
+    with torch.no_grad():
+        for n, parameter in other.named_parameters():
+            if "modules_to_save" in n:
+                parameter.add_(0.1)
+    other.save_pretrained(tmp_path)
+    load_adapter(load(tiny("llama3")), tmp_path)
+    model = load(tiny("llama3"))
     with pytest.raises(ValueError, match=message):
-        load_adapter(load(tiny("llama3")), tmp_path)
+        load_adapter(model, change(tmp_path, **change_to))
+    assert not carriers(model) and not model.adapters
 
 
 # --- files that do not fit -----------------------------------------------------------------------------------------
