@@ -166,6 +166,23 @@ def test_dora_and_biases_are_written_in_the_whole_model_alone(tiny: Callable[[st
         lorarun.save_gguf(model, tmp_path / "other.gguf")
 
 
+@pytest.mark.parametrize("name", ["llama-tied", "qwen2", "gemma3-text"])
+def test_tables_and_copies_are_written_in_the_whole_model_alone(
+    tiny: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    for case, arguments in enumerate(
+        ({"modules_to_save": ["lm_head", "norm", "v_proj"]}, {"targets": ["q_proj", "embed_tokens"]})
+    ):
+        model = adapted(lorarun.load(tiny(name)), **({"targets": ["q_proj"]} | arguments))
+        for parameter in lorarun.lora_parameters(model):
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+        lorarun.save_gguf(model, tmp_path / f"{case}.gguf", dtype="f32")
+        live = logits(model)
+        assert (logits(lorarun.load(tmp_path / f"{case}.gguf")) - live).abs().max() <= 1e-5 * live.abs().max()
+        with pytest.raises(ValueError, match="hold low-rank updates of projections alone, and this one has"):
+            lorarun.save_gguf(model, tmp_path / "adapter.gguf", adapter_only=True)
+
+
 def test_four_bits_in_and_out(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """A GGUF base is quantised as the folder is; what is exported is what was dequantised, with the adapter."""
     lorarun.save_gguf(lorarun.load(tiny("qwen3")), tmp_path / "base.gguf", dtype="bf16")

@@ -354,6 +354,15 @@ def test_policies_change_no_gradient(policy: str, tiny: Tiny) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_generation_runs_what_was_trained(tiny: Tiny) -> None:
+    for arguments in OWN.values():
+        model = adapted(tiny("gemma3-text"), **arguments)
+        row = ids()[:1, :9]
+        for _ in range(6):
+            row = torch.cat((row, model(row)[:, -1:].argmax(-1)), dim=1)
+        assert lorarun.generate(model, ids()[:1, :9], max_new_tokens=6, stop=[]) == row[:, 9:].tolist()
+
+
 def test_plan_and_report_know(tiny: Tiny) -> None:
     model = adapted(tiny("llama3"), modules_to_save=["norm"], targets=["q_proj", "lm_head"])
     lorarun.plan(model, 64)
