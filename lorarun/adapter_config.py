@@ -59,8 +59,9 @@ def config_fields(model: Model, lora: Lora) -> dict[str, Any]:
     source = model.source
     ranks, alphas = (dict[str, Any](pattern) for pattern in (lora.rank_pattern, lora.alpha_pattern))
     if model.nested:  # patterns are about the longer names that PEFT sees
-        ranks = {stored_name(model, m): r for m in lora.modules if (r := lora.rank_of(m)) != lora.r}
-        alphas = {stored_name(model, m): a for m in lora.modules if (a := lora.alpha_of(m)) != lora.alpha}
+        every = [*lora.modules, *lora.tables]
+        ranks = {stored_name(model, m): r for m in every if (r := lora.rank_of(m)) != lora.r}
+        alphas = {stored_name(model, m): a for m in every if (a := lora.alpha_of(m)) != lora.alpha}
     times, grown = (2, math.sqrt(2) if lora.rslora else 2) if subtracts(lora.init) else (1, 1)  # the scale stays
     targets: str | list[str] = lora.targets
     if targets == "all-linear":
@@ -187,7 +188,11 @@ def translate(lora: Lora, roots: set[str]) -> None:
     """Write patterns anew for a model's own names, where those of the file begin otherwise: with one of ``roots``."""
     patterns: tuple[dict[str, Any], ...] = (lora.rank_pattern, lora.alpha_pattern)
     for pattern in patterns:
-        named = [(path, root + path.removeprefix("model.")) for path in lora.modules for root in sorted(roots)]
+        named = [
+            (path, root + path.removeprefix("model."))
+            for path in (*lora.modules, *lora.tables)
+            for root in sorted(roots)
+        ]
         found = {path: value for path, name in named if (value := of_pattern(pattern, name, 0))}
         pattern.clear()
         pattern.update(found)

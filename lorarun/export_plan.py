@@ -120,7 +120,8 @@ def plan_export(model: Model, base: str, dtype: torch.dtype | None) -> Export:
     rewritten = {
         f"{path}.weight": module
         for path, module in modules.items()
-        if changes(module, adapter)
+        if model.whole
+        or changes(module, adapter)
         or (isinstance(module, Linear) and adapter is not None and module.active == adapter)
         or (base == "dequantized" and isinstance(module.weight, Store))
     }

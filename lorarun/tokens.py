@@ -189,6 +189,9 @@ def beyond_the_base(model: Model, folder: Path) -> list[tuple[str, bool]]:
     path = folder / "tokenizer.json"
     if model.tokenizer is None or not path.is_file():
         return []
+    own = model.tokenizer.folder / "tokenizer.json"
+    if path.stat().st_size == own.stat().st_size and path.read_bytes() == own.read_bytes():
+        return []  # parsing takes a second
     core = tokenizers.Tokenizer.from_file(str(path))
     more = sorted(core.get_added_tokens_decoder().items())
     return [(token.content, token.special) for i, token in more if i >= model.tokenizer.vocab_size]
@@ -197,6 +200,8 @@ def beyond_the_base(model: Model, folder: Path) -> list[tuple[str, bool]]:
 def adopt(model: Model, more: Sequence[tuple[str, bool]], size: int, lora: Lora, frozen: Mapping[str, Tensor]) -> None:
     """Take over what an adapter that is being loaded brings: tokens beyond the model's, and tables of ``size`` rows,
     the new ones from its ``frozen`` tables where it has them."""
+    if size > len(model.model.embed_tokens.weight):
+        _check_tables(model, "load_adapter")
     known = len(model.model.embed_tokens.weight) if model.tokenizer is None else model.tokenizer.vocab_size
     trained = {i for ids in lora.tokens.values() for i in ids}
     if more and size >= known + len(more):
@@ -204,6 +209,4 @@ def adopt(model: Model, more: Sequence[tuple[str, bool]], size: int, lora: Lora,
             model.tokenizer = extended(model.tokenizer, [token], special)
         trained.update(range(known, known + len(more)))
     model.added |= {i: True for i in sorted(trained) if i >= known}
-    if size > len(model.model.embed_tokens.weight):
-        _check_tables(model, "load_adapter")
     grow(model, size, frozen)

@@ -245,6 +245,10 @@ def plan_beside(model: Model, lora: Any, modules_to_save: Sequence[str], tables:
     lora.tables = [path for path in tables if path not in copies]
     if lora.tied and lora.tables:
         lora.tables = list(TABLES)
+    if lora.tied and lora.tables and len({(lora.rank_of(path), lora.alpha_of(path)) for path in TABLES}) > 1:
+        raise ValueError(
+            f"{call}: the tables are tied, and patterns give them several ranks or alphas; name both alike."
+        )
     fresh = sorted(model.added)
     places = [path for path in TABLES if path not in copies and not (lora.tied and path == HEAD)]
     lora.tokens = dict.fromkeys(places, fresh) if fresh else {}

@@ -22,6 +22,7 @@ from torch import Tensor
 from lorarun.headers import Entry, abbreviate
 from lorarun.lora import selects
 from lorarun.nn import Model
+from lorarun.options import of_pattern
 from lorarun.trained import EMBEDDING, HEAD, LOW_RANK, ROWS, TABLES, find_copies, is_tied
 
 WRAPPED = re.compile(
@@ -132,6 +133,10 @@ def understand_beside(model: Model, lora: Any, raw: Mapping[str, Any], problems:
     targets = lora.targets
     chosen = [path for path in TABLES if selects(targets, path) or selects(targets, _longer(path))]
     lora.tables = [path for path in chosen if path not in lora.copies and lora.layers is None]
+    for pattern in (lora.rank_pattern, lora.alpha_pattern) if model.nested else ():
+        for path in lora.tables:
+            if value := of_pattern(pattern, _longer(path), 0):
+                pattern.setdefault(path, value)
     rows = raw.get("trainable_token_indices") or {}
     rows = {EMBEDDING: rows} if isinstance(rows, list) else rows
     lora.tokens = {path: ids for name, ids in rows.items() if ids and (path := _table(name)) is not None}
@@ -222,11 +227,9 @@ def _shapes(model: Model, lora: Any, size: int) -> Iterator[tuple[str, tuple[int
         if getattr(module, "bias", None) is not None:
             yield f"{path}.bias", tuple(module.bias.shape)
     for path in lora.tables:
-        a, b = (f"{path}.{key}" for key in LOW_RANK[path])
-        yield from {
-            EMBEDDING: ((a, (lora.r, size)), (b, (hidden, lora.r))),
-            HEAD: ((a, (lora.r, hidden)), (b, (size, lora.r))),
-        }[path]
+        r = lora.rank_of(EMBEDDING if lora.tied else path)
+        wide, narrow = (size, hidden) if path == EMBEDDING else (hidden, size)
+        yield from zip((f"{path}.{key}" for key in LOW_RANK[path]), ((r, wide), (narrow, r)), strict=True)
     for path, ids in lora.tokens.items():
         yield f"{path}.{ROWS}", (len(ids), hidden)
 

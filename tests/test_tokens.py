@@ -14,16 +14,16 @@ import tokenizers
 import torch
 import toy
 import transformers
-from peft_side import ids_for, off, reference
+from peft_side import ids_for, off, reference, with_adapter
 
 import lorarun
-from lorarun import add_tokens, save_merged
+from lorarun import add_tokens, save_merged, train_all
 from lorarun.adapter import load_adapter, save_adapter
 from lorarun.load import load
 from lorarun.lora import adapters_disabled, add_lora, lora_parameters, use_adapter
 from lorarun.merge import merge, unmerge
 from lorarun.nn import Model
-from lorarun.train import check_ids
+from lorarun.train import check_ids, fit
 from lorarun.trained import is_tied
 
 Tiny = Callable[[str], Path]
@@ -249,3 +249,39 @@ def test_frozen_tables_in_an_adapter(name: str, fields: dict[str, Any], tiny: Ti
         with pytest.raises(ValueError, match="was trained on another model.embed_tokens"):
             load_adapter(elsewhere, tmp_path / "adapter")
         assert not elsewhere.adapters and elsewhere.config.vocab_size == 1024
+
+
+# --- in a run --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_run_that_learns_new_tokens(whole: bool, tiny: Tiny, tmp_path: Path) -> None:
+    base = with_text(tiny("llama3"), tmp_path / "base")
+    model = load(base, dtype=torch.float32)
+    new = add_tokens(model, NEW)
+    train_all(model) if whole else add_lora(model, r=4, seed=0)
+    rows = [{"prompt": "quick", "completion": "<think> fox</think>"}] * 8
+    result = fit(model, rows, tmp_path / "out", epochs=6, lr=3e-3 if whole else 1e-2, max_tokens=32)
+    assert result.last_loss < result.first_loss / 2
+    again = load(result.adapter, dtype=torch.float32)
+    assert again.tokenizer.encode("<think>", bos=False) == new[:1]
+    assert off(logits(again, spoken(new)), logits(model.eval(), spoken(new))) < (
+        0.01 if whole else 1e-6
+    )  # bf16 written
+    head = again.lm_head.weight if whole else again.lm_head.rows_of("default")[1]
+    assert (head[-2:] - again.lm_head.weight[:1024].mean(0)).abs().max() > 1e-3
+
+
+def test_patterns_of_tables(tiny: Tiny, tmp_path: Path) -> None:
+    for name in ("llama3", "gemma3"):
+        model = load(tiny(name), dtype=torch.float32)
+        pattern = {"lm_head": 6, "embed_tokens": 6, "q_proj": 3}
+        add_lora(model, r=4, seed=0, targets=["q_proj", "embed_tokens", "lm_head"], rank_pattern=pattern)
+        live = logits(moved(model))
+        save_adapter(model, tmp_path / name)
+        assert torch.equal(logits(load(tmp_path / name, dtype=torch.float32)), live)
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert off(with_adapter(tiny(name), tmp_path / name)(input_ids=ids_for(None)).logits, live) < 1e-5
+    with pytest.raises(ValueError, match="name both alike"):
+        add_lora(load(tiny("gemma3")), targets=["lm_head", "q_proj"], rank_pattern={"lm_head": 6})
