@@ -8,11 +8,14 @@ Everything is a plain function over a plain ``torch.nn.Module``.  Importing this
 """
 
 from lorarun.adapter import save_adapter
+from lorarun.cache import Cache
 from lorarun.data import Batch, batches, supervised
 from lorarun.export import save_merged
+from lorarun.fit import fit
 from lorarun.generate import generate
 from lorarun.gguf import save_gguf
 from lorarun.load import load, load_adapter
+from lorarun.logprobs import logprobs
 from lorarun.lora import adapters_disabled, add_lora, lora_parameters, use_adapter
 from lorarun.memory import plan
 from lorarun.merge import combine_adapters, merge, unmerge
@@ -20,12 +23,13 @@ from lorarun.preview import preview
 from lorarun.publish import push_to_hub
 from lorarun.report import report
 from lorarun.tokens import add_tokens, train_all
-from lorarun.train import evaluate, fit, loss
+from lorarun.train import evaluate, loss
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Batch",
+    "Cache",
     "adapters_disabled",
     "add_lora",
     "add_tokens",
@@ -37,6 +41,7 @@ __all__ = [
     "load",
     "load_adapter",
     "lora_parameters",
+    "logprobs",
     "loss",
     "merge",
     "plan",

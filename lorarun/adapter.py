@@ -37,7 +37,7 @@ from lorarun.adapter_config import (
     translate,
     understand,
 )
-from lorarun.headers import Entry, abbreviate, read_header
+from lorarun.headers import Entry, abbreviate, is_there, read_header, read_text
 from lorarun.lora import attach, biased, check_new, find_targets, linears
 from lorarun.nn import Linear, Model
 from lorarun.options import Lora
@@ -143,12 +143,13 @@ def load_adapter(
     lora = understand(raw, folder)
     more = beyond_the_base(model, folder)
     parts, beside = _match(model, lora, folder, raw, extended=bool(more))
-    tensors = []
+    tensors, broken = [], []
     with safetensors.safe_open(folder / WEIGHTS, framework="pt") as file:
         for module, linear, keys in parts:
             device = linear.weight.device
             own = {PARTS[part]: _own(file.get_tensor(key), device, dtype) for part, key in keys.items()}
             tensors.append((module, linear, own))
+            broken += [keys[part] for part in keys if not own[PARTS[part]].isfinite().all()]
         frozen = {path: file.get_tensor(key) for path, key in beside.frozen.items()}
         if other := other_tables(model, frozen):
             raise ValueError(
@@ -156,6 +157,12 @@ def load_adapter(
                 "a frozen one: load it with its own base, or have it saved with the table in modules_to_save."
             )
         values = {own_key: file.get_tensor(key) for own_key, key in beside.keys.items()}
+        broken += [beside.keys[own_key] for own_key, value in values.items() if not value.isfinite().all()]
+        if broken:
+            raise ValueError(
+                f"{folder / WEIGHTS} holds NaN or infinity in {len(broken)} tensors: {abbreviate(broken)}. Its "
+                "training failed; take an adapter that was saved before."
+            )
         adopt(model, more, beside.size, lora, frozen)
         attach(model, name, lora, tensors, dtype, values)
 
@@ -171,13 +178,13 @@ def base_of(path: str | os.PathLike[str]) -> tuple[str, str | None]:
     base, revision = raw.get("base_model_name_or_path"), raw.get("revision")
     if not isinstance(base, str) or not base:
         raise ValueError(f"{Path(path) / CONFIG} names no base model: load the base and pass this folder as adapter=.")
-    return base, None if Path(base).exists() else revision
+    return base, None if os.path.exists(base) else revision
 
 
 def template_of(path: str | os.PathLike[str]) -> str | None:
     """The chat template that was saved with an adapter, if one was."""
     file = Path(path) / "chat_template.jinja"
-    return file.read_bytes().decode("utf-8") if file.is_file() else None  # bytes: reading text would lose its \r\n
+    return read_text(file) if is_there(file) else None
 
 
 class _Part(NamedTuple):
@@ -242,7 +249,7 @@ def _match(
 
 def _entries(folder: Path, problems: list[str]) -> dict[str, Entry]:
     path = folder / WEIGHTS
-    if path.exists():
+    if is_there(path):
         return read_header(path, problems)
     if (folder / PICKLE).exists():
         raise ValueError(

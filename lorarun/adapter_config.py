@@ -147,7 +147,7 @@ def understand(raw: Mapping[str, Any], folder: Path) -> Lora:
     patterns = [raw.get(f"{kind}_pattern") or {} for kind in ("rank", "alpha")]
     if not _is(int, rank) or rank < 1:
         wrong.append(f"r is {rank!r}")
-    if not _is(int | float, alpha) or not 0 < alpha < math.inf:
+    if not _is(int | float, alpha) or not 0 < alpha <= 1e30:
         wrong.append(f"lora_alpha is {alpha!r}")
     if not _is(int | float, dropout) or not 0.0 <= dropout < 1.0:
         wrong.append(f"lora_dropout is {dropout!r}")

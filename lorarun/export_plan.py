@@ -1,155 +1,97 @@
-"""What a merged checkpoint holds: for each tensor of the source, and for those that it does not have, what is written.
+"""Which weights a merged checkpoint has, and where each comes from.
 
-Mostly the source's own bytes.  A weight that the adapter changes is computed in fp32 from the source's or the live
-model's and rounded once.  Two things change the list of tensors itself: tables that were enlarged for new tokens, and
-a tied head of which the adapter made another table than the embedding, which is then written as its own.
+Mostly they are the source's, in its order.  Two things change the list itself: tables that were enlarged for new
+tokens, and a tied head of which the adapter made another table than the embedding, which is then written as its own.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lorarun.checkpoint import DENSE, Checkpoint, open_checkpoint, stored_names
+from lorarun.checkpoint import Checkpoint, open_checkpoint, read_config, stored_names
+from lorarun.export_weights import Export
+from lorarun.gguf_config import published_config
+from lorarun.gguf_read import open_gguf
 from lorarun.headers import Entry
 from lorarun.linear import Linear
-from lorarun.lora import linears
-from lorarun.merge import merged_bias, merged_weight
+from lorarun.lora import find_targets, linears
 from lorarun.nn import Model
-from lorarun.quant.store import Store, dequantize
-from lorarun.trained import HEAD, TABLES, changes, is_tied, touches_tables, weighted, with_adapter
+from lorarun.packing import Form, form_of
+from lorarun.quant.store import FP8Store, NF4Store, Store
+from lorarun.trained import EMBEDDING, HEAD, TABLES, changes, is_tied, touches_tables, weighted
 from lorarun.weighted import Weighted
 
-
-@dataclass
-class Export:
-    """What is to be written, and what was noticed on the way.  Names are those of the source, and alike."""
-
-    model: Model
-    adapter: str | None  # None: the model's own weights were trained
-    source: Checkpoint
-    entries: dict[str, Entry]  # of what is written; offsets are the source's
-    origin: dict[str, str]  # the source's tensor behind one that the source does not have
-    original: bool  # whether W is the source's weight even where the live model rounded or quantised it
-    dtype: torch.dtype | None
-    live: dict[str, Tensor]  # the live model's dense weights, without adapter
-    rewritten: dict[str, Weighted]  # the modules that have an adapter, or whose weight is another than the source's
-    biases: dict[str, Linear]  # those whose bias the adapter changes, by the bias's name
-    config: dict[str, Any]  # fields of config.json that change
-    changed: list[str] = field(default_factory=list)  # live weights that are not the source's
-    infinite: list[str] = field(default_factory=list)  # tensors that the chosen dtype cannot hold
-    same: list[str] = field(default_factory=list)  # modules that the adapter does not change
-    asked: float = 0.0  # |update|², and its product with what is left of it after rounding, over all weights
-    kept: float = 0.0
-
-    def dtype_of(self, entry: Entry) -> torch.dtype:
-        return entry.dtype if self.dtype is None or not entry.dtype.is_floating_point else self.dtype
-
-    def size_of(self, entry: Entry) -> int:
-        """The bytes that a tensor takes as it is written."""
-        return math.prod(entry.shape) * self.dtype_of(entry).itemsize
-
-    def read(self, name: str) -> Tensor:
-        """The source's tensor, with the rows that the live model has beyond it."""
-        ((_, stored),) = self.source.read([self.origin.get(name, name)])
-        missing = self.entries[name].shape[0] - stored.shape[0] if stored.dim() else 0
-        if not missing:
-            return stored
-        wide = torch.promote_types(stored.dtype, self.live[name].dtype)
-        return torch.cat((stored.to(wide), self.live[name][-missing:].to(stored.device, wide)))
-
-    def base(self, name: str, stored: Tensor) -> Tensor:
-        """The weight without adapter: as stored, or as the live model has it."""
-        if self.original or name not in self.rewritten:
-            return stored
-        weight = self.rewritten[name].weight
-        return dequantize(weight, torch.float32).cpu() if isinstance(weight, Store) else stored.to(weight.dtype)
-
-    def exact(self, name: str, base: Tensor) -> Tensor:
-        """The weight, or bias, with the adapter in it, not rounded yet."""
-        if self.adapter is None:
-            return self.live[name].cpu() if name in self.live else base
-        if name in self.biases:
-            linear = self.biases[name]
-            if (copy := linear.copy_of(self.adapter)) is not None:
-                assert copy.bias is not None
-                return copy.bias.detach().cpu()
-            bias = merged_bias(base.to(linear.weight.device), linear, self.adapter)
-            assert bias is not None
-            return bias.cpu()
-        if not self.merges(name):
-            return base
-        module = self.rewritten[name]
-        if changes(module, self.adapter):
-            return with_adapter(base, module, self.adapter)
-        assert isinstance(module, Linear)
-        return merged_weight(base, module, self.adapter)
-
-    def value(self, name: str, stored: Tensor) -> Tensor:
-        """What is written for a stored tensor."""
-        return self.exact(name, self.base(name, stored)).to(self.dtype_of(self.entries[name]))
-
-    def merges(self, name: str) -> bool:
-        """Whether the adapter, or training, changes the weight of this name."""
-        if self.adapter is None:
-            return name in self.live
-        module = self.rewritten.get(name)
-        if isinstance(module, Linear) and module.active == self.adapter and "a" in module.parts(self.adapter):
-            return True
-        return module is not None and changes(module, self.adapter)
+FORMS = {4: Form(NF4Store, 64, True), 8: Form(FP8Store, None)}
 
 
-def plan_export(model: Model, base: str, dtype: torch.dtype | None) -> Export:
-    """Compare the source with the live model, and decide what becomes of each tensor.  Raises ValueError where the
-    source is no longer what the model was loaded from."""
-    source = open_checkpoint(model.source.folder)
+def prepare(model: Model, base: str, dtype: torch.dtype | None, bits: int) -> Export:
+    """Open the source again, compare it with the live model and decide what becomes of each weight.  Raises ValueError
+    where it is another one than was loaded."""
+    folder = model.source.folder
+    if folder.is_file():
+        source: Checkpoint = (file := open_gguf(folder))
+        config = published_config(file)
+    else:
+        source, config = open_checkpoint(folder), read_config(folder)
     stored, problems = stored_names(source, model.nested)
-    adapter = model.active
+    adapter, entries, origin = model.active, dict(source.entries), dict[str, str]()
     tied = is_tied(model) or model.untied
     apart = tied and adapter is not None and touches_tables(model, adapter) and not model.adapters[adapter].tied
-    entries, origin = dict(source.entries), dict[str, str]()
     if apart:
         _add_other_table(stored, entries, origin)
-    modules = dict(weighted(model))
-    live = {file: value for name, file in stored.items() if (value := _without_adapter(modules, name)) is not None}
-    rewritten = {
-        f"{path}.weight": module
-        for path, module in modules.items()
-        if model.whole
-        or changes(module, adapter)
-        or (isinstance(module, Linear) and adapter is not None and module.active == adapter)
-        or (base == "dequantized" and isinstance(module.weight, Store))
-    }
+    own = dict(weighted(model))
+    live = {file: value for name, file in stored.items() if (value := _without_adapter(own, name)) is not None}
     if tied and not apart:  # one table, under either name
-        names = [f"{path}.weight" for path in TABLES]
-        one = rewritten.pop(names[0], None)
-        rewritten.pop(names[1], None)
-        rewritten |= {name: one for name in names if one is not None and name in stored}
-    anew = {stored[name]: module for name, module in rewritten.items() if name in stored}
+        own[HEAD] = own[EMBEDDING]
+    modules = {stored[f"{path}.weight"]: module for path, module in own.items() if f"{path}.weight" in stored}
+    there = set(map(id, modules.values()))
+    lost = [module for module in own.values() if _has(module, adapter) and id(module) not in there]
     shapes = {name: tuple(weight.shape) for name, weight in live.items()}
-    shapes |= {name: tuple(module.weight.shape) for name, module in anew.items()}
-    there = {name: source.shape(origin.get(name, name)) for name in shapes}
-    tables = {stored[name] for path in TABLES if (name := f"{path}.weight") in stored}
+    shapes |= {name: tuple(module.weight.shape) for name, module in modules.items()}
+    _enlarge(shapes, entries, source, {stored[n] for path in TABLES if (n := f"{path}.weight") in stored}, origin)
+    known = {name: source.shape(name) if name in source.packed else entries[name].shape for name in shapes}
+    if problems or lost or known != shapes:
+        raise ValueError(f"save_merged: {folder} is no longer the checkpoint that this model was loaded from.")
+    original = base == "original"
+    held = {name: m.weight for name, m in modules.items() if isinstance(m.weight, Store)}
+    if original:  # where the source's codes were taken as they are, they are the same
+        held = {n: s for n, s in held.items() if n in source.packed and source.packed[n].store is type(s)}
+    fields: dict[str, Any] = {"tie_word_embeddings": False} if apart else {}
+    if any(entry.shape != source.entries[origin.get(name, name)].shape for name, entry in entries.items()):
+        fields["vocab_size"] = model.config.vocab_size
+    names = [name for name in source.in_file_order(source.entries) if name not in source.quantised.beside]
+    for place, name in origin.items():
+        names.insert(names.index(name) + 1, place)
+    paths = {place: name.removesuffix(".weight") for name, place in stored.items()}
+    export = Export(
+        model, adapter, source, entries, origin, config, fields, original, dtype, names, live, modules,
+        _biases(model, stored), paths, held, {},
+    )  # fmt: skip
+    if bits in FORMS:
+        blocks = [stored[f"{path}.weight"] for path, _ in find_targets(model, "all-linear")]
+        _choose(export, FORMS[bits], blocks)
+    return export
+
+
+def _has(module: Weighted, adapter: str | None) -> bool:
+    """Whether an adapter changes a module."""
+    return adapter is not None and (module.active == adapter or changes(module, adapter))
+
+
+def _enlarge(
+    shapes: Mapping[str, tuple[int, ...]], entries: dict[str, Entry], source: Checkpoint, tables: set[str],
+    origin: Mapping[str, str],
+) -> None:  # fmt: skip
+    """Give tables that were enlarged for new tokens the rows that they have now."""
     for name in tables & shapes.keys():
         rows, width = shapes[name]
-        if there[name][0] < rows and there[name][1:] == (width,):  # enlarged for new tokens
-            there[name] = shapes[name]
+        before = source.shape(origin.get(name, name))
+        if before[0] < rows and before[1:] == (width,):
             entries[name] = entries[name]._replace(shape=shapes[name])
-    if problems or len(anew) < len(rewritten) or there != shapes:
-        raise ValueError(f"save_merged: {source.folder} is no longer the checkpoint that this model was loaded from.")
-    if any(entries[name].dtype not in DENSE for name in shapes):
-        raise ValueError(f"save_merged: {source.folder} is quantised itself, which is not supported.")
-    config: dict[str, Any] = {"tie_word_embeddings": False} if apart else {}
-    if any(entry.shape != source.entries[origin.get(name, name)].shape for name, entry in entries.items()):
-        config["vocab_size"] = model.config.vocab_size
-    return Export(
-        model, adapter, source, entries, origin, base == "original", dtype, live, anew, _biases(model, stored), config
-    )
 
 
 def _add_other_table(stored: dict[str, str], entries: dict[str, Entry], origin: dict[str, str]) -> None:
@@ -197,3 +139,14 @@ def _biases(model: Model, stored: dict[str, str]) -> dict[str, Linear]:
         if isinstance(module, Linear) and module.bias is not None and module.copy_of(model.active) is not None:
             found[stored[f"{path}.bias"]] = module
     return found
+
+
+def _choose(export: Export, form: Form, blocks: list[str]) -> None:
+    """Which of the blocks' projections are written in few bits, those that were, else all; and how."""
+    stores = {n: w for n in blocks if isinstance(w := export.modules[n].weight, Store)}
+    if form.store is FP8Store and len(found := {w.block for w in stores.values() if isinstance(w, FP8Store)}) == 1:
+        form = form._replace(block=found.pop())
+    for name in list(stores) or [n for n in blocks if n in export.source.packed] or blocks:
+        held = export.held.get(name)
+        keeps = isinstance(held, NF4Store) and form.store is NF4Store and not export.merges(name)
+        export.forms[name] = form_of(held) if keeps and held is not None else form

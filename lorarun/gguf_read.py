@@ -18,6 +18,7 @@ import re
 import struct
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +43,8 @@ NUMBERS = dict(enumerate("u1 i1 u2 i2 u4 i4 f4 ?".split())) | {
     12: "f8",
 }  # value types, numpy's name
 STRING, ARRAY = 8, 9  # the other two
+HEADER = 1 << 25  # bytes of metadata that are read; the largest vocabularies take a quarter, and in Python ten times it
+PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}  # types of numbers as they are
 PATTERNS = {"gemma2": 2, "gemma3": 6}  # every n-th layer sees all, as llama.cpp has it
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -101,11 +104,12 @@ class _Cursor:
     """Reads a header from its beginning; every step is checked against what is left of the file."""
 
     def __init__(self, data: np.ndarray) -> None:
-        self.data, self.at, self.what = data, 0, "the header"
+        self.data, self.at, self.what = data[:HEADER], 0, "the header"
+        self.end = "it ends" if len(data) <= HEADER else f"the first {HEADER >> 20} MiB, which hold any model's, end"
 
     def take(self, count: int) -> bytes:
         if count > len(self.data) - self.at:
-            raise ValueError(f"it ends inside {self.what}")
+            raise ValueError(f"{self.end} inside {self.what}")
         self.at += count
         return self.data[self.at - count : self.at].tobytes()
 
@@ -139,7 +143,7 @@ class _Cursor:
     def left(self, count: int, size: int) -> None:
         """Refuse a count of things of at least ``size`` bytes that cannot be in what is left."""
         if count > (len(self.data) - self.at) // size:
-            raise ValueError(f"it is too short for {self.what}, of which there are to be {count}")
+            raise ValueError(f"{self.end} before {self.what}, of which there are to be {count}")
 
 
 @dataclass(frozen=True)
@@ -177,11 +181,19 @@ class Gguf(Checkpoint):
             raise ValueError(f"{self.folder} {got} {key}, which must be of type {kind.__name__}: convert it afresh.")
         return value
 
+    def format(self, name: str) -> str:
+        kind = library().GGMLQuantizationType(self.tensors[self.own[name]].kind).name
+        return f"dense {PLAIN[kind]}" if kind in PLAIN else f"GGUF {kind}"
+
+    @cached_property
+    def own(self) -> dict[str, str]:
+        """Hugging Face's names of the tensors -> GGUF's."""
+        return {hf_name(name, self.arch): name for name in self.tensors}
+
     def read(self, names: Collection[str], mmap: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """The named tensors in file order, dequantised to fp32, in memory of their own (``mmap`` has no meaning)."""
-        stored = {hf_name(name, self.arch): name for name in self.tensors}
         for name in sorted(names, key=lambda name: self.entries[name].start):
-            yield name, self._plain(name, dequantized(self.folder, self.tensors[stored[name]]))
+            yield name, self._plain(name, dequantized(self.folder, self.tensors[self.own[name]]))
 
     def _plain(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor as Hugging Face keeps it."""
@@ -268,10 +280,10 @@ def _parse(data: np.ndarray) -> tuple[dict[str, Any], dict[str, Tensor]]:
             raise ValueError(f"it has {key!r:.60} twice")
         cursor.what = f"{key!r:.60}"
         fields[key] = cursor.value(cursor.number("I"))
-    return fields, _parse_tensors(cursor, tensor_count, fields.get("general.alignment", 32))
+    return fields, _parse_tensors(cursor, tensor_count, fields.get("general.alignment", 32), len(data))
 
 
-def _parse_tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, Tensor]:
+def _parse_tensors(cursor: _Cursor, count: int, alignment: Any, size: int) -> dict[str, Tensor]:
     sizes = {int(kind): size for kind, size in library().GGML_QUANT_SIZES.items()}
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"general.alignment is {alignment!r:.40}, expected a power of two")
@@ -287,19 +299,19 @@ def _parse_tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, Ten
         kind, offset = cursor.number("I"), cursor.number("Q")
         if kind not in sizes:
             raise ValueError(f"{name!r:.60} is of type {kind}, which the gguf package does not know: update it")
-        block, size = sizes[kind]
+        block, nbytes = sizes[kind]
         if shape[-1] % block or not all(shape) or offset % alignment:
             raise ValueError(f"{name!r:.60} has shape {list(shape)} and offset {offset}, which its type cannot have")
-        found[name] = Tensor(kind, shape, offset, math.prod(shape) // block * size)
+        found[name] = Tensor(kind, shape, offset, math.prod(shape) // block * nbytes)
     base = -(-cursor.at // alignment) * alignment
     end, previous = 0, "the table"
     for name, tensor in sorted(found.items(), key=lambda item: item[1].start):
         if tensor.start < end:
             raise ValueError(f"the tensors {previous!r:.60} and {name!r:.60} overlap")
         end, previous = tensor.start + tensor.nbytes, name
-    if base + end > len(cursor.data):
-        cut = sum(base + tensor.start + tensor.nbytes > len(cursor.data) for tensor in found.values())
-        raise ValueError(f"it is cut short by {base + end - len(cursor.data)} bytes, in {cut} of its {count} tensors")
+    if base + end > size:
+        cut = sum(base + tensor.start + tensor.nbytes > size for tensor in found.values())
+        raise ValueError(f"it is cut short by {base + end - size} bytes, in {cut} of its {count} tensors")
     return {name: tensor._replace(start=base + tensor.start) for name, tensor in found.items()}
 
 

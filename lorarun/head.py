@@ -35,26 +35,43 @@ def composed(head: Linear) -> bool:
     return running.branch.rank > 0 or running.after or head.rows() is not None
 
 
-def head_losses(model: Model, hidden: Tensor, targets: Tensor) -> Tensor:
+def head_losses(model: Model, hidden: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """The loss of each row [rows] in fp32, of hidden states [rows, dim] and targets [rows] int64 (−100: none).
 
     As :func:`lorarun.kernels.cross_entropy.linear_cross_entropy` with the model's head, adapters on it included.
     """
     head = model.lm_head
     if not composed(head):
-        return kernel.linear_cross_entropy(hidden, head.master(), targets, model.softcap)
+        return kernel.linear_cross_entropy(hidden, head.master(), targets, model.softcap, smoothing=smoothing)
+    return _composed(model, hidden, targets, smoothing)[0]
+
+
+@torch.no_grad()
+def head_scores(model: Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The losses, and whether greedy decoding would have chosen each target, [rows] bool; without gradients."""
+    head = model.lm_head
+    if not composed(head):
+        return kernel.linear_scores(hidden, head.master(), targets, model.softcap)
+    return _composed(model, hidden, targets, 0.0)
+
+
+def _composed(model: Model, hidden: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    head = model.lm_head
     rows = max(1, kernel.CHUNK_BYTES // (COPIES * hidden.element_size() * head.out_features))
     now = _Pass()
     parts = [
         checkpoint(
-            _chunk, head, hidden[at : at + rows], now, targets[at : at + rows], model.softcap, at,
+            _chunk, head, hidden[at : at + rows], now, targets[at : at + rows], model.softcap, smoothing, at,
             use_reentrant=False, preserve_rng_state=False,
         )
         for at in range(0, max(1, len(hidden)), rows)
     ]  # fmt: skip
-    return torch.cat(parts)
+    losses, hits = zip(*parts, strict=True)
+    return torch.cat(losses), torch.cat(hits)
 
 
 @in_pass
-def _chunk(head: Linear, hidden: Tensor, now: _Pass, targets: Tensor, softcap: float | None, row: int) -> Tensor:
-    return kernel.cross_entropy(head(hidden, row), targets, softcap)
+def _chunk(
+    head: Linear, hidden: Tensor, now: _Pass, targets: Tensor, softcap: float | None, smoothing: float, row: int
+) -> tuple[Tensor, Tensor]:
+    return kernel.cross_entropy(head(hidden, row), targets, softcap, smoothing)

@@ -9,6 +9,7 @@ parameters below the same module (with DoRA or biases, three or four), named as 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,13 +19,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lorarun.dora import Norms
-from lorarun.kernels.backend import autocast
+from lorarun.kernels.backend import autocast, runs_triton
 from lorarun.kernels.dropout import Dropout, dropout
+from lorarun.kernels.few_rows import ROWS, Stored, few_rows, serves
 from lorarun.kernels.lora import Branch, low_rank
 from lorarun.kernels.replay import decide
 from lorarun.kernels.rescale import rescale
 from lorarun.kernels.scaled import ScaledWeight
-from lorarun.quant.store import Store
+from lorarun.quant.store import FP8Store, NF4Store, Store
 from lorarun.weighted import Weighted, replace_columns
 
 
@@ -61,6 +63,18 @@ class Adapter:
     freeze_a: bool = False
 
 
+class Mixed:
+    """Adapters that serve the rows of one batch together: ``which`` [batch, seq] int64 has the number in ``names`` of
+    each token's, −1 for none."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = list(names)
+        self.which: Tensor | None = None
+
+    def number(self, name: str | None) -> int:
+        return -1 if name is None else self.names.index(name)
+
+
 class Factor(nn.Module):
     """One matrix of an adapter, in a module of its own so that its name ends in ``.weight`` as in PEFT's files.
 
@@ -94,6 +108,7 @@ class Running(NamedTuple):
     bias: Tensor | None = None
     added: Tensor | None = None
     magnitude: Tensor | None = None
+    name: str = ""
 
     @property
     def after(self) -> bool:
@@ -123,6 +138,7 @@ class Linear(Weighted):
         self.lora_magnitude_vector: Any
         self.lora_bias: Any  # stands in for the bias; PEFT trains the bias itself, which no other adapter survives
         self.norms = Norms()
+        self.mixed: Mixed | None = None  # instead of ``active``, where rows of a batch have adapters of their own
         self.scaled: ScaledWeight | None = None  # FP8 copies, shared by all projections of one input
 
     def forward(self, x: Tensor, row: int = 0) -> Tensor:
@@ -133,7 +149,10 @@ class Linear(Weighted):
         bias: Tensor | None = None if self.running().after else self.bias
         if copy is not None and copy.bias is not None:
             bias = copy.bias.to(h.dtype)
-        y = self.adapt(self._product(h, bias), h, row)
+        few = None
+        if copy is None and isinstance(self.weight, Store):
+            few = few_projected(h.flatten(0, -2), (self,), [Branch(self.out_features)])
+        y = self.adapt(self._product(h, bias) if few is None else few.view(*x.shape[:-1], -1), h, row)
         if (rows := self.rows()) is not None:
             y = replace_columns(y, h, rows)
         return y if y.dtype == x.dtype else y.to(x.dtype)
@@ -146,41 +165,62 @@ class Linear(Weighted):
 
     def adapt(self, y: Tensor, x: Tensor, row: int = 0) -> Tensor:
         """y, the product of x with the weight, plus the active adapter; :class:`Running` says if y has the bias."""
-        branch, drop, *_, magnitude = self.running()
+        if self.mixed is not None and self.mixed.which is not None:
+            return self._adapt_rows(y, x, self.mixed.names, self.mixed.which)
+        running = self.running()
+        branch, drop = running.branch, running.drop
         if branch.a is None or branch.b is None:
             return self.finish(y)
         if drop is None:
             return self.finish(y + low_rank(x, branch.a, branch.b, branch.scale))
         dropped = dropout(x, *drop._replace(row=row))
         update = low_rank(dropped, branch.a, branch.b, branch.scale)
-        if magnitude is None:
+        if running.magnitude is None:
             return self.finish(y + update)
         # As in PEFT, the weight that DoRA scales sees the dropped input, and what it scales it from the whole one.
         base = self._product(dropped)
         return y - base + self.finish(base + update)
 
-    def finish(self, y: Tensor) -> Tensor:
-        """y, the product with the weight and the adapter's matrices, as the adapter scales and shifts it."""
-        scale, bias = self.after(y.dtype)
+    def _adapt_rows(self, y: Tensor, x: Tensor, names: list[str], which: Tensor) -> Tensor:
+        """y, the product with the weight and the bias, plus each token's own adapter: ``which`` of ``names``."""
+        for i, name in enumerate(names):
+            if name not in self.adapters:
+                continue
+            own, running = (which == i).unsqueeze(-1), self._of(name)
+            a, b = running.branch.a, running.branch.b
+            if not running.after and a is not None and b is not None:
+                y = y + low_rank(torch.where(own, x, 0.0), a, b, running.branch.scale)
+                continue
+            z = y if self.bias is None else y - self.bias.to(y.dtype)
+            if a is not None and b is not None:
+                z = z + low_rank(x, a, b, running.branch.scale)
+            y = torch.where(own, self.finish(z, running), y)
+        return y
+
+    def finish(self, y: Tensor, running: Running | None = None) -> Tensor:
+        """y, the product with the weight and the adapter's matrices, as the adapter scales and shifts it: the one that
+        runs, or another."""
+        scale, bias = self.after(y.dtype, running)
         if scale is not None:
             return rescale(y, scale, bias)
         return y if bias is None else y + bias.to(y.dtype)
 
-    def after(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    def after(self, dtype: torch.dtype, running: Running | None = None) -> tuple[Tensor | None, Tensor | None]:
         """What the product in ``dtype`` is multiplied by and what is added to it then, [out] each; None: nothing is."""
-        branch, _, bias, added, magnitude = running = self.running()
+        running = running or self.running()
         if not running.after:
             return None, None
-        bias = self.bias if bias is None else bias
-        if added is not None:
-            bias = branch.scale * added if bias is None else bias + branch.scale * added
-        return None if magnitude is None else magnitude / self._norms(branch, dtype), bias
+        bias = self.bias if running.bias is None else running.bias
+        if running.added is not None:
+            added = running.branch.scale * running.added
+            bias = added if bias is None else bias + added
+        return None if running.magnitude is None else running.magnitude / self._norms(running, dtype), bias
 
-    def _norms(self, branch: Branch, dtype: torch.dtype) -> Tensor:
+    def _norms(self, running: Running, dtype: torch.dtype) -> Tensor:
         """‖row of W + scale · B · A‖ [out], once in a pass through the model."""
-        a, b = branch.a, branch.b
+        _, a, b, scale = running.branch
         assert a is not None and b is not None
-        norms: Tensor = decide((self, "norms"), lambda: self.norms(self.weight, dtype, a, b, branch.scale))
+        norms: Tensor = decide((self, running.name), lambda: self.norms(self.weight, dtype, a, b, scale))
         return norms
 
     def running(self) -> Running:
@@ -192,17 +232,20 @@ class Linear(Weighted):
         return running
 
     def _adapter(self) -> Running:
-        name = self.active if self.merged is None else None
-        if name is None:
-            return Running(Branch(self.out_features))
+        mixed = self.mixed is not None and self.mixed.which is not None
+        name = self.active if self.merged is None and not mixed else None
+        return Running(Branch(self.out_features)) if name is None else self._of(name)
+
+    def _of(self, name: str) -> Running:
+        """An adapter, as it would run now."""
         adapter = self.adapters[name]
         bias, magnitude = (self._part(kind, name) for kind in ("lora_bias", "lora_magnitude_vector"))
         after = None if bias is None else bias.weight, None, None if magnitude is None else magnitude.weight
         if self._part("lora_A", name) is None:
-            return Running(Branch(self.out_features), None, *after)
+            return Running(Branch(self.out_features), None, *after, name)
         drop = Dropout(adapter.dropout, adapter.clock.value(), adapter.stream)
         branch = Branch(self.out_features, *self.matrices(name), adapter.scale)
-        running = Running(branch, drop if self.training and adapter.dropout > 0.0 else None, *after)
+        running = Running(branch, drop if self.training and adapter.dropout > 0.0 else None, *after, name)
         return running._replace(added=self.lora_B[name].bias)
 
     def _part(self, kind: str, name: str) -> Any:
@@ -268,6 +311,38 @@ class Linear(Weighted):
         return (
             f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, adapters={list(self.adapters)}"
         )
+
+
+def few_projected(
+    x: Tensor,
+    linears: Sequence[Linear],
+    branches: Sequence[Branch],
+    residual: Tensor | None = None,
+    act: str | None = None,
+) -> Tensor | None:
+    """:func:`lorarun.kernels.few_rows.few_rows` of stored weights for x [rows, in]; None where that does not serve:
+    more rows, dense weights, gradients.  Biases that an adapter replaces or scales around are left out."""
+    if torch.is_grad_enabled() or not 0 < len(x) <= ROWS or not runs_triton(x):
+        return None
+    weights = []
+    for linear in linears:
+        if not isinstance(linear.weight, (NF4Store, FP8Store)):
+            return None
+        block = linear.weight.block if isinstance(linear.weight, NF4Store) else 0
+        weights.append(Stored(linear.weight.part(), linear.out_features, linear.in_features, block))
+    biases = [None if linear.running().after else linear.bias for linear in linears]
+    if not serves(x, weights, biases, branches):
+        return None
+    flag = None
+    if any(branch.rank for branch in branches):
+        flag = next(decide("flags", lambda: _flags(x.device)))
+    return few_rows(x, weights, biases, branches, residual, act, flag)
+
+
+def _flags(device: torch.device) -> Iterator[Tensor]:
+    """Zeros, int32 [1, 4] each, for launches that wait for a part of themselves: filled for many at once."""
+    while True:
+        yield from torch.zeros(256, 4, dtype=torch.int32, device=device).split(1)
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lorarun import adapter as adapters
-from lorarun.checkpoint import Checkpoint, fill, open_checkpoint, read_config, stored_names
+from lorarun.checkpoint import VISION, Checkpoint, fill, open_checkpoint, read_config, stored_names
 from lorarun.config import stored_dtype
 from lorarun.gguf_config import gguf_config
 from lorarun.gguf_read import Gguf, open_gguf
@@ -88,7 +88,7 @@ def load(
             raise type(error)(f"{error} ({where}; another base: load(BASE, adapter={str(adapter)!r})") from error
     source = source._replace(folder=source.folder.absolute())  # the working folder may change before it is read again
     folder = None if adapter is None else resolve_adapter(adapter).folder
-    if source.folder.is_file():
+    if not source.folder.is_dir():
         checkpoint: Checkpoint = (file := open_gguf(source.folder))
         raw = gguf_config(file)
     else:
@@ -106,15 +106,15 @@ def load(
     model.asked = {"bits": bits, "dtype": dtype}
     _check_fits(model, dtype, place, stores)
     _say(checkpoint, model.stored, stores, place)
-    model.requires_grad_(False).eval()
-    fill(model, checkpoint, dtype, place, mmap, model.nested, stores)
-    model.source, model.original = source, partial(_original, source.folder, model.nested)
-    if folder is not None:
-        template = adapters.template_of(folder) if template is None else template
+    if folder is not None and template is None:
+        template = adapters.template_of(folder)
     if isinstance(checkpoint, Gguf):
         model.tokenizer = _unpacked_tokenizer(checkpoint, raw, template)
     else:
         model.tokenizer = Tokenizer.load(source.folder, template=template)
+    model.requires_grad_(False).eval()
+    fill(model, checkpoint, dtype, place, mmap, model.nested, stores)
+    model.source, model.original = source, partial(_original, source.folder, model.nested)
     if folder is not None:
         adapters.load_adapter(model, folder)
     return model.eval()
@@ -160,6 +160,7 @@ def _check_config(folder: Path) -> None:
         raw = read_config(folder)
         with torch.device("meta"):
             build_model(raw)
+        stored_dtype(raw)
         read_scheme(raw)
 
 
@@ -196,12 +197,7 @@ def _stores(
         raise ValueError(f"load: skip names {', '.join(unknown)}, which no module of this model is called.")
     places, _ = stored_names(checkpoint, model.nested)
     packed = {name: checkpoint.packed[place] for name, place in places.items() if place in checkpoint.packed}
-    stored = {
-        name: packed[name].kind
-        if name in packed
-        else f"dense {str(checkpoint.entries[place].dtype).removeprefix('torch.')}"
-        for name, place in places.items()
-    }
+    stored = {name: checkpoint.format(place) for name, place in places.items()}
     projections = [f"{path}.weight" for path, _ in find_targets(model, "all-linear") if not selects(names, path)]
     held = {name: packed[name].store for name in projections if name in packed}
     if bits == 8 and NF4Store in held.values():
@@ -229,6 +225,8 @@ def _say(
     for (kind, after), names in converted.items():
         lossy = "" if after == "dense" else ", which rounds them again"
         print(f"load: stored as {kind}, made {after}{lossy}: {abbreviate(names)}.", file=sys.stderr)
+    if aside := [name for name in checkpoint.entries if name.removeprefix("model.").startswith(VISION)]:
+        print(f"load: {len(aside)} tensors of a vision tower are left aside.", file=sys.stderr)
     if checkpoint.packed and checkpoint.quantised.notice:
         print(f"load: {checkpoint.quantised.notice}.", file=sys.stderr)
     if stores and device.type == "cpu":

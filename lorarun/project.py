@@ -32,9 +32,10 @@ from lorarun.kernels.dropout import Dropout
 from lorarun.kernels.gated import adapted_backward, adapted_forward, gated
 from lorarun.kernels.lora import Branch, lora_down, lora_grad, lora_input_grad, lora_up_, serves
 from lorarun.kernels.replay import decide, frame, keep
-from lorarun.kernels.rescale import rescale_backward, rescale_forward
+from lorarun.kernels.rescale import columns, rescale_backward, rescale_forward
 from lorarun.kernels.scaled import quantize_rows, scaled_mm
-from lorarun.nn import Linear, untouched
+from lorarun.linear import Linear, few_projected
+from lorarun.nn import untouched
 from lorarun.quant.store import Store, dense_side_by_side
 
 
@@ -44,6 +45,8 @@ def obstacle(linears: Sequence[Linear], dtype: torch.dtype) -> str | None:
         return "a projection is hooked or replaced"
     if any(linear.trained is not None and linear.merged is None for linear in linears):
         return "a base weight is trained"
+    if any(linear.mixed is not None for linear in linears):
+        return "rows of the batch have adapters of their own"
     if any(p is not None and p.requires_grad for linear in linears for p in (linear.weight, linear.bias)):
         return "a base weight is trained"
     dense = {str(linear.weight.dtype) for linear in linears if not isinstance(linear.weight, Store)}
@@ -361,24 +364,17 @@ def project(x: Tensor, *linears: Linear, name: str = "") -> tuple[Tensor, ...]:
             return tuple(linear.adapt(y.unflatten(0, x.shape[:-1]), x) for linear, y in zip(linears, ys, strict=True))
         return tuple(linear(x) for linear in linears)
     branches, drop = served
+    if drop is None and (few := few_projected(_rows(x), linears, branches)) is not None:
+        ys = tuple(y.unflatten(0, x.shape[:-1]) for y in few.split([linear.out_features for linear in linears], dim=1))
+        return tuple(linear.finish(y) for linear, y in zip(linears, ys, strict=True))
     after = [linear.after(x.dtype) for linear in linears]
     sizes = [linear.out_features for linear in linears]
-    scale = _columns([each[0] for each in after], sizes, 1.0)
-    shift = None if scale is None else _columns([each[1] for each in after], sizes, 0.0)
+    scale = columns([each[0] for each in after], sizes, 1.0)
+    shift = None if scale is None else columns([each[1] for each in after], sizes, 0.0)
     ys = _Project.apply(Frozen(linears), branches, drop, name, _rows(x), scale, shift, *_factors(branches))
     ys = tuple(y.unflatten(0, x.shape[:-1]) for y in ys)
-    if scale is not None:
-        return ys
-    return tuple(y if bias is None else y + bias.to(y.dtype) for y, (_, bias) in zip(ys, after, strict=True))
-
-
-def _columns(parts: Sequence[Tensor | None], sizes: Sequence[int], fill: float) -> Tensor | None:
-    """Vectors of these sizes one behind the other, ``fill`` where there is none; None where there is none at all."""
-    there = [part for part in parts if part is not None]
-    if not there:
-        return None
-    pairs = zip(parts, sizes, strict=True)
-    return torch.cat([there[0].new_full((n,), fill) if part is None else part for part, n in pairs]).float()
+    pairs = zip(ys, after, strict=True)
+    return tuple(y if bias is None or scale is not None else y + bias.to(y.dtype) for y, (_, bias) in pairs)
 
 
 def gated_mlp(h: Tensor, gate: Linear, up: Linear, down: Linear, act: str, residual: Tensor | None = None) -> Tensor:
@@ -392,6 +388,10 @@ def gated_mlp(h: Tensor, gate: Linear, up: Linear, down: Linear, act: str, resid
         return y if residual is None else residual + y
     branches = [*opened[0], *closed[0]]
     rest = None if residual is None else _rows(residual)
+    if opened[1] is None and closed[1] is None:
+        made = few_projected(_rows(h), (gate, up), opened[0], act=act)
+        if made is not None and (done := few_projected(made, (down,), closed[0], rest)) is not None:
+            return done.unflatten(0, h.shape[:-1])
     save, tile = decide((gate, "products"), lambda: (frame().save_products, frame().tile))
     out = _GatedMLP.apply(
         (Frozen((gate, up)), Frozen((down,))), branches, (opened[1], closed[1]), act,

@@ -309,6 +309,11 @@ def switch(model: Model, name: str | None) -> None:
         parameter.requires_grad_(False)
 
 
+def beyond_projections(lora: Any) -> bool:
+    """Whether an adapter (a :class:`lorarun.options.Lora`) has more than low-rank updates of projections."""
+    return bool(lora.copies or lora.tables or lora.tokens)
+
+
 def beyond(model: Model) -> str | None:
     """What is trained that a captured step does not know; None where it knows everything."""
     embedding, head = model.model.embed_tokens, model.lm_head

@@ -19,11 +19,13 @@ from peft_side import ids_for, off, reference, with_adapter
 import lorarun
 from lorarun import add_tokens, save_merged, train_all
 from lorarun.adapter import load_adapter, save_adapter
+from lorarun.checks import check_ids
+from lorarun.fit import fit
 from lorarun.load import load
 from lorarun.lora import adapters_disabled, add_lora, lora_parameters, use_adapter
 from lorarun.merge import merge, unmerge
 from lorarun.nn import Model
-from lorarun.train import check_ids, fit
+from lorarun.optim import Optimizer
 from lorarun.trained import is_tied
 
 Tiny = Callable[[str], Path]
@@ -261,9 +263,21 @@ def test_a_run_that_learns_new_tokens(whole: bool, tiny: Tiny, tmp_path: Path) -
     new = add_tokens(model, NEW)
     train_all(model) if whole else add_lora(model, r=4, seed=0)
     rows = [{"prompt": "quick", "completion": "<think> fox</think>"}] * 8
-    result = fit(model, rows, tmp_path / "out", epochs=6, lr=3e-3 if whole else 1e-2, max_tokens=32)
-    assert result.last_loss < result.first_loss / 2
-    again = load(result.adapter, dtype=torch.float32)
+    if whole:
+        saved, optimizer = tmp_path / "trained", Optimizer(dict(model.named_parameters()))
+        (batch,) = lorarun.batches(rows, model.tokenizer, max_tokens=64)
+        losses = []
+        for _ in range(12):
+            losses.append(lorarun.loss(model, batch))
+            losses[-1].backward()
+            optimizer.step(3e-3)
+        assert losses[-1] < losses[0] / 2
+        save_merged(model, saved)
+    else:
+        result = fit(model, rows, tmp_path / "out", epochs=6, lr=1e-2, max_tokens=32)
+        saved = result.adapter
+        assert result.last_loss < result.first_loss / 2
+    again = load(saved, dtype=torch.float32)
     assert again.tokenizer.encode("<think>", bos=False) == new[:1]
     assert off(logits(again, spoken(new)), logits(model.eval(), spoken(new))) < (
         0.01 if whole else 1e-6

@@ -370,3 +370,27 @@ def test_plan_and_report_know(tiny: Tiny) -> None:
     facts = lorarun.report(model).to_dict()
     assert "9 modules whole" in facts["adapters"]["default"] and "lm_head" in facts["adapters"]["default"]
     assert facts["model"]["parameters"] == sum(p.numel() for p in load(tiny("llama3")).parameters())
+
+
+def test_adapters_by_row_are_for_projections(tiny: Tiny) -> None:
+    model = adapted(tiny("llama3"), modules_to_save=["norm"])
+    moved(add_lora(model, r=4, name="plain"))
+    for names, active in ((["default", None], "plain"), (["plain", None], "default")):
+        use_adapter(model, active)
+        with pytest.raises(ValueError, match="and 'default' has copies of modules"):
+            lorarun.generate(model, ids()[:, :5], max_new_tokens=2, adapters=names)
+    use_adapter(model, None)
+    lorarun.generate(model, ids()[:, :5], max_new_tokens=2, adapters=["plain", None])
+
+
+def test_evaluation_and_smoothing_go_through_the_head_that_runs(tiny: Tiny) -> None:
+    for arguments in OWN.values():
+        model = adapted(tiny("gemma2"), **arguments)
+        batch = {"ids": ids(), "labels": ids()}
+        z = logits(model).float()
+        expected = next_token_loss(z, ids())
+        found = lorarun.evaluate(model, [batch])
+        assert abs(found.loss / float(expected) - 1) < 1e-5
+        assert abs(found.accuracy - float((z[:, :-1].argmax(-1) == ids()[:, 1:]).float().mean())) < 1e-6
+        smoothed = F.cross_entropy(z[:, :-1].flatten(0, 1), ids()[:, 1:].flatten(), label_smoothing=0.2)
+        assert off(lorarun.loss(model, batch, smoothing=0.2), smoothed) < 1e-5

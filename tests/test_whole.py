@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,19 +10,18 @@ from pathlib import Path
 import pytest
 import test_trained as beside
 import torch
-import toy
 from peft_side import FAMILIES, ids_for, off, reference
 from safetensors.torch import load_file
 
 import lorarun
 from lorarun import save_merged, train_all
+from lorarun.fit import fit
 from lorarun.load import load
 from lorarun.lora import add_lora, lora_parameters
 from lorarun.merge import merge
 from lorarun.nn import Model
 from lorarun.optim import Optimizer
 from lorarun.project import obstacle
-from lorarun.train import fit
 from lorarun.trained import is_tied
 
 Tiny = Callable[[str], Path]
@@ -143,21 +141,9 @@ def test_what_train_all_refuses(tiny: Tiny) -> None:
         train_all(add_lora(load(tiny("llama3"))))
 
 
-def test_fit_trains_and_saves_a_whole_model(tiny: Tiny, tmp_path: Path) -> None:
-    base = beside_text(tiny("llama-tied"), tmp_path / "base")
-    model = train_all(load(base, dtype=torch.bfloat16))
-    rows = [{"prompt": "quick", "completion": " fox"}] * 8
-    result = fit(model, rows, tmp_path / "out", epochs=4, lr=1e-3, max_tokens=32)
-    assert result.adapter == tmp_path / "out" / "model" and result.last_loss < result.first_loss / 2
-    again = load(result.adapter, dtype=torch.bfloat16)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
-    with pytest.raises(ValueError, match="exists already"):
-        fit(model, rows, tmp_path / "out")
-
-
-def beside_text(base: Path, out: Path) -> Path:
-    shutil.copytree(base, out)
-    return toy.make(out)
+def test_fit_is_for_adapters(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="after train_all write a loop"):
+        fit(train_all(load(tiny("llama-tied"))), [{"text": "a"}], tmp_path / "out")
 
 
 # --- going on --------------------------------------------------------------------------------------------------------

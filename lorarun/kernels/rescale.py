@@ -10,6 +10,7 @@ summed in fp32 over groups of rows, and the groups in a fixed order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,6 +76,15 @@ def _grid(rows: int, cols: int) -> tuple[tuple[int, int], int]:
     """The grid, and the rows of a group."""
     size = triton.cdiv(triton.cdiv(rows, GROUPS), BLOCK_M) * BLOCK_M
     return (triton.cdiv(cols, BLOCK_N), triton.cdiv(rows, size)), size
+
+
+def columns(parts: Sequence[Tensor | None], sizes: Sequence[int], fill: float) -> Tensor | None:
+    """Vectors of these sizes one behind the other, ``fill`` where there is none; None where there is none at all."""
+    there = [part for part in parts if part is not None]
+    if not there:
+        return None
+    pairs = zip(parts, sizes, strict=True)
+    return torch.cat([there[0].new_full((n,), fill) if part is None else part for part, n in pairs]).float()
 
 
 def rescale_forward(z: Tensor, s: Tensor, b: Tensor | None = None) -> Tensor:
