@@ -16,9 +16,11 @@ from torch import nn
 
 from lorarun.data import Prepared
 from lorarun.kernels.cross_entropy import IGNORE
-from lorarun.lora import linears, lora_parameters
+from lorarun.lora import lora_parameters
 from lorarun.nn import Model
 from lorarun.optim import OPTIMIZERS, SCHEDULES
+from lorarun.tokens import check_added, learns_row
+from lorarun.trained import weighted
 from lorarun.watch import WATCHERS
 
 
@@ -98,11 +100,16 @@ def check_schedule(steps: int, ramp: int, fall: int | None, warmup: Any, decay: 
 
 def trainable(model: Model) -> dict[str, nn.Parameter]:
     """The parameters of the active adapter, by name; ValueError where training would have no effect or be lost."""
-    if any(linear.merged is not None for _, linear in linears(model)):
+    if any(module.merged is not None for _, module in weighted(model)):
         raise ValueError(
             "fit: the adapter is merged into the weights, where it does not learn; call unmerge(model) first."
         )
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if model.whole:
+        raise ValueError(
+            "fit: it trains and saves an adapter; after train_all write a loop as in scripts/finetune.py, with "
+            "lorarun.optim.Optimizer and save_merged."
+        )
     if model.active is None or not found:
         raise ValueError("fit: there is nothing to train; call add_lora(model) first, or use_adapter to choose one.")
     own = set(map(id, lora_parameters(model)))
@@ -140,12 +147,15 @@ def check_ids(model: Model, *data: Prepared) -> None:
             f"The data has ids {beyond[:10]}, but the model's table ends at {len(table) - 1}: this is another model's "
             "tokenizer."
         )
+    check_added(model, ids.tolist())
     empty = ids[(table[ids.to(table.device)] == 0).all(dim=-1).cpu()].tolist()
+    empty = [i for i in empty if not learns_row(model, i)]
     if empty:
         more = f" and {len(empty) - 20} more" if len(empty) > 20 else ""
         warnings.warn(
             f"The data has tokens whose embedding was never trained (all zero): ids {', '.join(map(str, empty[:20]))}"
-            f"{more}. An adapter cannot tell them apart; use a template with tokens that the checkpoint knows.",
+            f"{more}. An adapter cannot tell them apart; use a template with tokens that the checkpoint knows, or "
+            "train their rows (add_tokens).",
             stacklevel=3,
         )
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +114,16 @@ def load(
         model.tokenizer = Tokenizer.load(source.folder, template=template)
     model.requires_grad_(False).eval()
     fill(model, checkpoint, dtype, place, mmap, model.nested, stores)
-    model.source = source
+    model.source, model.original = source, partial(_original, source.folder, model.nested)
     if folder is not None:
         adapters.load_adapter(model, folder)
     return model.eval()
+
+
+def _original(folder: Path, nested: bool, name: str) -> torch.Tensor:
+    """A weight of a loaded model, by its name there, read again as its checkpoint has it; fp32 on the CPU."""
+    checkpoint = open_gguf(folder) if folder.is_file() else open_checkpoint(folder)
+    return checkpoint.dense(stored_names(checkpoint, nested)[0][name])
 
 
 def _unpacked_tokenizer(file: Gguf, raw: Mapping[str, Any], template: str | None) -> Tokenizer | None:

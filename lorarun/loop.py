@@ -213,7 +213,7 @@ def _look(model: Model, plan: Plan, run: Run, progress: Progress) -> None:
     if plan.held is not None:
         found = evaluate(model, plan.held)
         progress.evaluated(**found._asdict())
-        run.stale += run.step > 0
+        run.stale += 1
         if found.loss < run.best:
             run.best, run.best_step, run.stale = found.loss, run.step, 0
             if run.step and distributed.rank() == 0:

@@ -33,6 +33,7 @@ from lorarun.adapter import save_adapter
 from lorarun.batch import Batch
 from lorarun.documents import Document
 from lorarun.nn import Model
+from lorarun.trained import owner
 
 FOLDER, STATE, FORMAT = "checkpoints", "state.pt", 1
 NAME = re.compile(r"step-(\d{8})")
@@ -161,7 +162,7 @@ def identity_of(model: Model) -> dict[str, Any]:
         if parameter.requires_grad:
             trained.update(about)
             count, values = count + 1, values + parameter.numel()
-        elif ".lora_" not in name:  # other adapters are no part of the run
+        elif owner(name) is None:  # other adapters are no part of the run
             flat = parameter.detach().reshape(-1)
             places = torch.linspace(0, len(flat) - 1, min(SAMPLE, len(flat)), dtype=torch.float64).long()
             base.update(about + flat[places.to(flat.device)].cpu().view(torch.uint8).numpy().tobytes())

@@ -21,7 +21,8 @@ from lorarun import distributed
 from lorarun.batch import Batch, as_batch, supervised, target_weights, targets, weight_of
 from lorarun.bucket import Given, Inputs, sent
 from lorarun.graph import Steps
-from lorarun.kernels.cross_entropy import IGNORE, linear_cross_entropy, linear_scores
+from lorarun.head import head_losses, head_scores
+from lorarun.kernels.cross_entropy import IGNORE
 from lorarun.memory import follow
 from lorarun.nn import Model
 
@@ -100,9 +101,7 @@ def _picked(model: Model, inputs: Inputs) -> Tensor:
 
 def _mean(model: Model, inputs: Inputs) -> Tensor:
     """The loss of a batch that lies on the model's device."""
-    losses = linear_cross_entropy(
-        _picked(model, inputs), model.lm_head.weight, inputs.goal, model.softcap, smoothing=inputs.smoothing
-    )
+    losses = head_losses(model, _picked(model, inputs), inputs.goal, inputs.smoothing)
     if inputs.weights is not None:
         losses = losses * inputs.weights
     denominator = inputs.denominator
@@ -163,7 +162,7 @@ def evaluate(model: Model, held_out: Iterable[Batch | Mapping[str, Any]]) -> Eva
             goal, rows = _goal(model, batch)
             given = Given(batch.ids, batch.positions, batch.documents, goal, len(rows), 1.0)
             inputs = _there(model, given, rows)
-            losses, hits = linear_scores(_picked(model, inputs), model.lm_head.weight, inputs.goal, model.softcap)
+            losses, hits = head_scores(model, _picked(model, inputs), inputs.goal)
             total, right, count = total + float(losses.sum()), right + float(hits.sum()), count + len(rows)
         total, right, count = distributed.total([total, right, count], model.device)
         if not count:

@@ -140,7 +140,14 @@ def _chunk(
             hit.copy_(hits_reference(z, targets))
         grad = gradient_reference(z, targets, softcap, scale, smoothing).to(hidden.dtype) if gradient else None
         return loss_reference(z, targets, smoothing), grad
-    z = torch.nn.functional.linear(hidden, weight)
+    return _rows(torch.nn.functional.linear(hidden, weight), targets, softcap, scale, smoothing, gradient, hit)
+
+
+def _rows(
+    z: Tensor, targets: Tensor, softcap: float | None, scale: float, smoothing: float, gradient: bool,
+    hit: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Losses [rows] of raw logits [rows, vocab], and with ``gradient`` theirs, in the same memory."""
     losses = torch.empty(len(z), dtype=torch.float32, device=z.device)
     _loss[(len(z),)](
         z, targets, losses, losses if hit is None else hit.view(torch.int8), z.shape[1], scale, softcap or 1.0,
@@ -200,6 +207,44 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 del grad
             dweight = dweight.to(ctx.weight_dtype)
         return dhidden, dweight, None, None, None, None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Saves d logits, which a kernel writes over the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, targets: Tensor, softcap: float | None, smoothing: float) -> tuple[Tensor, Tensor]:
+        gradient = ctx.needs_input_grad[0]
+        hit = torch.empty(len(z), dtype=torch.bool, device=z.device)
+        if runs_triton(z) and z.dtype != torch.float64:
+            losses, grad = _rows(z.contiguous(), targets, softcap, 1.0, smoothing, gradient, hit)
+        else:
+            wide = z.to(torch.promote_types(z.dtype, torch.float32))
+            wide = wide if softcap is None else softcap * torch.tanh(wide / softcap)
+            losses = loss_reference(wide, targets, smoothing)
+            hit.copy_(hits_reference(wide, targets))
+            grad = gradient_reference(wide, targets, softcap, 1.0, smoothing).to(z.dtype) if gradient else None
+        ctx.save_for_backward(grad)
+        ctx.mark_non_differentiable(hit)
+        return losses, hit
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, _: Any) -> tuple[Tensor, None, None, None]:
+        (grad,) = ctx.saved_tensors
+        return grad * upstream.unsqueeze(-1).to(grad.dtype), None, None, None
+
+
+def cross_entropy(
+    z: Tensor, targets: Tensor, softcap: float | None = None, smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The loss of each row [rows] in fp32 (fp64 for fp64 input) from raw logits z [rows, vocab], as
+    :func:`linear_cross_entropy`, and whether its target has the highest, as :func:`linear_scores`.
+
+    z is used up: its memory may hold its gradient afterwards, so nothing else may need it.
+    """
+    losses, hit = _CrossEntropy.apply(z, targets, softcap, smoothing)
+    return losses, hit
 
 
 def linear_cross_entropy(
