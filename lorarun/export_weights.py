@@ -4,14 +4,14 @@ A weight of the result is one of these: the source's, byte for byte; W + scale �
 in the codes of a format of few bits; or, where nothing was merged and the live model has it in that format already, the
 live codes as they are, since codes that are dequantised and quantised again are other codes.
 
-How much of an update survives is measured on what is written, V, against the base W that it was learned on:
+How much of an update survives is measured on what is written: V with it, against what would be written without it, V₀.
 
-    kept = ⟨U, V − W⟩ / ⟨U, U⟩     off = |V − (W + U)| / |U|     U = scale · B·A
+    kept = ⟨U, V − V₀⟩ / ⟨U, U⟩     off = |V − V₀ − U| / |U|     U = scale · B·A
 
-Neither says it alone.  Where W lies on the grid of the codes, as after training on quantised weights, an update of less
-than half a step vanishes: kept is 0, and off is 1.  Where W does not, rounding to codes is noise that has nothing to do
-with the update: kept is 1, since all of the update is there on average, however small it is beside that noise, which
-off tells.
+Neither says it alone.  Where W lies on the grid of the codes, as after training on quantised weights, V₀ is W, and an
+update of less than half a step vanishes: kept is 0, and off is 1.  Where W does not, a small update moves a few weights
+by a whole step each and the others not at all: on average all of it is there, kept is 1, but as so much noise of its
+own as off tells.  What rounding does to the base, with or without an update, is in neither.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lorarun.gguf_read import Gguf, open_gguf
 from lorarun.lora import block_of, find_targets, merged_weight
 from lorarun.nn import Linear, Model
 from lorarun.packing import Form, form_of, parts
-from lorarun.quant.store import FP8Store, NF4Store, Store
+from lorarun.quant.store import FP8Store, NF4Store, Store, dequantize
 
 FORMS = {4: Form(NF4Store, 64, True), 8: Form(FP8Store, None)}
 # Nearest codes are off by less than this share of the weights (root mean square).  The worst for NF4 in blocks of 64:
@@ -42,12 +42,12 @@ SHARD = 5 * 10**9  # bytes of a file, where the source's files are not kept
 
 
 class Kept(NamedTuple):
-    """What became of an update U on a base W that was written as V: sums of squares (or a product) over weights."""
+    """What became of an update U on a base W: sums of squares (or a product) over weights."""
 
     base: float  # |W|²
     update: float  # |U|²
-    along: float  # ⟨U, V − W⟩
-    away: float  # |V − (W + U)|²
+    along: float  # ⟨U, V − V₀⟩
+    away: float  # |V − V₀ − U|²
 
     @property
     def size(self) -> float:
@@ -61,7 +61,7 @@ class Kept(NamedTuple):
 
     @property
     def off(self) -> float:
-        """All that what was written is wrong by, beside the update."""
+        """What is wrong with the difference that it makes, beside the update."""
         return math.sqrt(self.away / self.update) if self.update else 0.0
 
 
@@ -104,7 +104,6 @@ class Export:
     same: list[str] = field(default_factory=list)  # projections that the adapter does not change
     unlike: list[str] = field(default_factory=list)  # weights whose codes are those of other numbers
     kept: dict[str, Kept] = field(default_factory=dict)  # by the projections' names in the model
-    noise: dict[str, float] = field(default_factory=dict)  # of a weight's numbers by its codes, root mean square
 
     @property
     def form(self) -> Form | None:
@@ -159,10 +158,18 @@ class Export:
         """The tensors that a value is in the file."""
         return parts(name, value, self.dtype_of(name)) if isinstance(value, Store) else {name: value}
 
+    def merged(self, name: str) -> Tensor:
+        """The weight with the adapter in it, computed from the source."""
+        return self.exact(name, self.base(name, self.read(name)))
+
+    def numbers(self, name: str) -> Tensor:
+        """What the value that is written stands for, in fp32."""
+        return dequantize(self.value(name, self.merged(name)), torch.float32)
+
     def expected(self, name: str) -> dict[str, Tensor]:
         """The tensors of a weight, on the CPU, computed from the source."""
-        value = self.value(name, self.exact(name, self.base(name, self.read(name))))
-        return {part: tensor.cpu() for part, tensor in self.parts(name, value).items()}
+        parts = self.parts(name, self.value(name, self.merged(name)))
+        return {part: tensor.cpu() for part, tensor in parts.items()}
 
     def layout(self, name: str) -> dict[str, Tensor]:
         """The same on the meta device, without values."""
@@ -214,30 +221,32 @@ class Export:
         except ValueError:
             self.infinite.append(name)
             return {part: torch.empty_like(tensor, device="cpu") for part, tensor in self.layout(name).items()}
-        made = {part: tensor.cpu() for part, tensor in self.parts(name, value).items()}
         if isinstance(value, Store):
-            numbers = value.dequantize(torch.float32).cpu()
-            self.noise[name] = float((numbers - exact).square().mean().sqrt())
-            if self.noise[name] > FARTHEST * float(exact.square().mean().sqrt()):
+            off = value.dequantize(torch.float32).cpu() - exact
+            if off.square().mean().sqrt() > FARTHEST * exact.square().mean().sqrt():
                 self.unlike.append(name)
-        else:
-            numbers = value
-            if (self.merges(name) or value.dtype != stored.dtype) and not torch.isfinite(value).all():
-                self.infinite.append(name)
+        elif (self.merges(name) or value.dtype != stored.dtype) and not torch.isfinite(value).all():
+            self.infinite.append(name)
         if self.merges(name):
-            self._measure(name, before, exact, numbers)
-        return made
+            self._measure(name, before, exact, value)
+        return {part: tensor.cpu() for part, tensor in self.parts(name, value).items()}
 
-    def _measure(self, name: str, before: Tensor, exact: Tensor, numbers: Tensor) -> None:
-        update = exact - before
-        if not update.any() or torch.equal(numbers, before.to(numbers.dtype)):
+    def _measure(self, name: str, before: Tensor, exact: Tensor, value: Tensor | Store) -> None:
+        update, held, form = exact - before, self.held.get(name), self.forms.get(name)
+        if form is None:
+            without = before.to(self.dtype_of(name)).to(exact.dtype)
+        elif isinstance(held, form.store) and (isinstance(held, NF4Store) or form_of(held) == form):
+            without = before  # it would have been written as it is
+        else:
+            without = form.encode(before.to(self.model.device)).dequantize(exact.dtype).cpu()
+        change = dequantize(value, exact.dtype).cpu() - without
+        if not update.any() or not change.any():
             self.same.append(name)
-        written = numbers.to(exact.dtype)
         self.kept[self.paths[name]] = Kept(
             float(before.to(exact.dtype).square().sum()),
             float(update.square().sum()),
-            float((update * (written - before)).sum()),
-            float((written - exact).square().sum()),
+            float((update * change).sum()),
+            float((change - update).square().sum()),
         )
 
 
