@@ -8,11 +8,13 @@ Everything is a plain function over a plain ``torch.nn.Module``.  Importing this
 """
 
 from lorarun.adapter import save_adapter
+from lorarun.cache import Cache
 from lorarun.data import Batch, batches, supervised
 from lorarun.export import save_merged
 from lorarun.generate import generate
 from lorarun.gguf import save_gguf
 from lorarun.load import load, load_adapter
+from lorarun.logprobs import logprobs
 from lorarun.lora import adapters_disabled, add_lora, lora_parameters, merge, unmerge, use_adapter
 from lorarun.memory import plan
 from lorarun.preview import preview
@@ -24,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Batch",
+    "Cache",
     "adapters_disabled",
     "add_lora",
     "batches",
@@ -33,6 +36,7 @@ __all__ = [
     "load",
     "load_adapter",
     "lora_parameters",
+    "logprobs",
     "loss",
     "merge",
     "plan",

@@ -233,7 +233,8 @@ def _config(export: Export) -> dict[str, Any]:
         config["text_config"] = {key: value for key, value in inner.items() if key != "quantization_config"}
     entries = export.source.entries
     if any(export.dtype_of(name) != entries[name].dtype for name in export.names if name not in export.source.packed):
-        config = _with_dtype(config, str(export.dtype).removeprefix("torch."))
+        dtype = export.dtype or max(map(export.dtype_of, export.names), key=lambda dtype: dtype.itemsize)
+        config = _with_dtype(config, str(dtype).removeprefix("torch."))
     if export.form is not None:
         dtype = max(map(export.dtype_of, export.forms), key=lambda dtype: dtype.itemsize)
         config["quantization_config"] = quantization_config(export.form, export.dense_modules(), dtype)

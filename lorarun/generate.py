@@ -1,41 +1,45 @@
-"""Decoding: text, messages or ids in, their continuation out.
+"""Text, messages or ids in, their continuation out.
 
-One loop over plain batches. Rows of unequal length are padded on the left, and a pad is no more than a place in a
-tensor: it is marked by number, never by its id, no token sees it, positions do not count it, and the repetition penalty
-does not know it. So an answer does not depend on what else is in its batch. The usual way lets all of that hang on a
-mask that somebody has to pass.
+A pad does not exist: rows keep their own lengths (:mod:`lorarun.cache`), so positions, attention and the repetition
+penalty know nothing of what stands beside a row, and an answer does not depend on the rest of its batch.  The usual way
+lets all of that hang on a mask that somebody has to pass.  How tokens are chosen is in :mod:`lorarun.sampling`, how
+they are computed in :mod:`lorarun.decode`; here is what goes in and what comes out.
 
-Randomness is computed, not drawn: the number that decides token t of answer a is a function of (seed, a, t), the same
-on every device. No generator is read or moved, so a training run that looks at samples on its way stays the same run.
-
-What this gives up: every row of a batch is computed until the last one has ended, and a token must be known on the host
-before the next step starts, as it may be the last one.
+Nothing is left behind: modes, gradients, generators and the model's buffers are as they were, after an exception too.
 """
 
 from __future__ import annotations
 
 import math
 import secrets
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lorarun.answer import Row, Text
 from lorarun.cache import Cache
-from lorarun.kernels.dropout import philox
-from lorarun.nn import Model
-from lorarun.rotary import Rotary
-from lorarun.tokenizer import Stream, Tokenizer, configs, end_ids
+from lorarun.decode import Decoder, aside, capacity, dynamic_limit, rows_with_adapters
+from lorarun.load import free_memory
+from lorarun.nn import Mixed, Model
+from lorarun.sampling import Sampling
+from lorarun.tokenizer import Tokenizer, configs, end_ids
 
-# Tokens, answers included, that are decoded together: 4 GiB of keys and values for an 8B Llama. More go one batch after
-# the other.
-TOGETHER = 32_768
+TOGETHER = 32_768  # tokens, answers included, that are decoded together on a CPU; more go one batch after the other
+SHARE = 0.6  # of an accelerator's free memory that keys and values may take there
+
+
+class Answer(NamedTuple):
+    """An answer with ``logprobs=True``.  answer: what is returned without; ids: the new ids, the stop id as the last;
+    logprobs: the logarithm of the model's probability of each."""
+
+    answer: str | list[int]
+    ids: list[int]
+    logprobs: list[float]
 
 
 def generate(
@@ -49,7 +53,11 @@ def generate(
     stop: Any = None,
     n: int = 1,
     stream: Callable[[str], object] | bool | None = None,
-    seed: int | None = None,
+    seed: int | Sequence[int] | None = None,
+    min_p: float = 0.0,
+    logprobs: bool = False,
+    adapters: Sequence[str | None] | None = None,
+    cache: Cache | None = None,
 ) -> Any:
     """Continue a prompt, or each of several.
 
@@ -59,6 +67,7 @@ def generate(
     temperature: 0 takes the most probable token, otherwise logits are divided by it, in fp32.
     top_k: draw from so many of the most probable tokens (0: all).
     top_p: of those, from the fewest that together have this probability, at least one in any case.
+    min_p: of those, from the ones that are at least this fraction as probable as the most probable one.
     repetition_penalty: logits of tokens that the row has had, prompt included, are divided by it where positive and
         multiplied by it where negative (Keskar et al. 2019, arXiv:1909.05858, section 4.1).
     stop: None is every end id that the checkpoint names. A list replaces them, of ids and of texts that end the answer;
@@ -66,6 +75,11 @@ def generate(
     n: answers to each prompt.
     stream: is called with each piece of text as it comes, of one answer to one prompt; True prints them.
     seed: decides the answer to the prompt at its place of the list, whatever the others are; without one, calls differ.
+        A list has one for each prompt, and then its place does not matter either.
+    logprobs: return an :class:`Answer` in place of each answer.
+    adapters: the name of the adapter for each prompt, None for the model alone, instead of the active one for all.
+    cache: a :class:`lorarun.cache.Cache` with a row for each answer, which is continued: tokens that a row holds
+        already and that its prompt begins with are not computed again.
 
     Returns the text of the answer to a text or a conversation, up to and without what stopped it (of streamed pieces,
     all joined); for ids a list of the new ids, with the stop id as its last. A list of prompts gives a list of these;
@@ -73,7 +87,7 @@ def generate(
 
     Raises ValueError for arguments and prompts that cannot be used, RuntimeError when logits are not finite.
     """
-    sampling = Sampling(temperature, top_p, top_k, repetition_penalty)
+    sampling = Sampling(temperature, top_p, top_k, repetition_penalty, min_p)
     _check(sampling, max_new_tokens, n, seed)
     prompts, kinds, single = _prompts(model, what)
     stops, strings = _stops(model, stop)
@@ -81,54 +95,79 @@ def generate(
         raise ValueError(f"generate: stream shows one answer to one prompt; got {len(prompts)} prompts, n={n}.")
     if n > 1 and temperature == 0:
         warnings.warn(f"generate: n={n} answers at temperature 0 are {n} times the same one.", stacklevel=2)
+    names = _adapters(model, adapters, len(prompts))
+    seeds = _seeds(seed, len(prompts), n)
     write = partial(print, end="", flush=True) if stream is True else stream or None
     rows: list[Row] = []
-    for prompt, kind in zip(prompts, kinds, strict=True):
+    for prompt, kind, name in zip(prompts, kinds, names or [None] * len(prompts), strict=True):
         for _ in range(n):
             text = None
             if kind != "ids" or strings or write is not None:
                 text = Text(_tokenizer(model), strings, write, after=[] if kind == "messages" else prompt[-4:])
-            rows.append(Row(prompt, len(rows), text))
-    seed = secrets.randbits(64) if seed is None else seed
-    with _aside(model):
-        for group in _groups(rows, max_new_tokens, _dynamic_limit(model)):
-            _decode(model, group, stops, max_new_tokens, sampling, seed)
+            rows.append(Row(prompt, len(rows), text, seeds[len(rows)], name))
+    groups = _groups(rows, max_new_tokens, dynamic_limit(model), _together(model)) if cache is None else [rows]
+    mixing = nullcontext() if names is None else rows_with_adapters(model, sorted({name for name in names if name}))
+    with aside(model), mixing as mixed:
+        for group in groups:
+            _decode(model, group, stops, max_new_tokens, sampling, logprobs, mixed, cache)
     if stream is True:
         print()
     answers: list[Any] = [row.new if row.text is None or "ids" in kinds else row.text.shown for row in rows]
+    if logprobs:
+        answers = [Answer(answer, row.new, row.logprobs) for answer, row in zip(answers, rows, strict=True)]
     if n > 1:
         answers = [answers[i : i + n] for i in range(0, len(answers), n)]
     return answers[0] if single else answers
 
 
+def _decode(
+    model: Model, rows: list[Row], stops: frozenset[int], max_new_tokens: int, sampling: Sampling, logprobs: bool,
+    mixed: Mixed | None, cache: Cache | None,
+) -> None:  # fmt: skip
+    """Run rows to their ends, together; what ``cache`` holds of them stays there for the next call."""
+    if cache is None:
+        own = Cache(model, len(rows), capacity(model, rows, max_new_tokens))
+        Decoder(model, rows, own, max_new_tokens, sampling, logprobs, mixed).run(stops)
+        return
+    if cache.batch != len(rows):
+        raise ValueError(f"generate: the cache has {cache.batch} rows, and there are {len(rows)} answers to decode.")
+    if (wanted := capacity(model, rows, max_new_tokens)) > cache.capacity:
+        raise ValueError(f"generate: the cache holds {cache.capacity} tokens a row; prompt and answer take {wanted}.")
+    for i, row in enumerate(rows):
+        pairs = zip(cache.ids[i], row.prompt[:-1], strict=False)  # the last token must run, for what follows it
+        common = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(cache.ids[i]), len(row.prompt) - 1))
+        if not cache.rewind(i, common):
+            cache.clear(i)
+        cache.ids[i] = []  # until the answers are there
+    Decoder(model, rows, cache, max_new_tokens, sampling, logprobs, mixed).run(stops)
+    for i, row in enumerate(rows):
+        held = (row.prompt + row.new)[: cache.lengths[i]]
+        held = held[: len(row.prompt) + len(row.new) - 1]  # the last token has not run
+        cache.ids[i] = held
+        if not cache.rewind(i, len(held)):
+            cache.clear(i)
+
+
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen; the fields are arguments of :func:`generate`."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-
-
-def _check(sampling: Sampling, max_new_tokens: int, n: int, seed: int | None) -> None:
+def _check(sampling: Sampling, max_new_tokens: int, n: int, seed: Any) -> None:
     """Every argument out of range, in one error."""
 
     def whole(value: Any, least: float = -math.inf) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
+    seeds = [] if seed is None else seed if isinstance(seed, (list, tuple)) else [seed]
     t, p, k, penalty = sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty
     limits = (
         ("temperature", t, 0 <= t < math.inf, "0 or more"),
         ("top_p", p, 0 <= p <= 1, "a probability from 0 to 1"),
+        ("min_p", sampling.min_p, 0 <= sampling.min_p <= 1, "a fraction from 0 to 1"),
         ("top_k", k, whole(k, 0), "a whole number, 0 for all tokens"),
         ("repetition_penalty", penalty, 0 < penalty < math.inf, "more than 0, 1 for none"),
         ("max_new_tokens", max_new_tokens, whole(max_new_tokens, 1), "a whole number from 1 up"),
         ("n", n, whole(n, 1), "a whole number from 1 up"),
-        ("seed", seed, seed is None or whole(seed), "a whole number or None"),
+        ("seed", seed, all(map(whole, seeds)), "a whole number, a list of them, or None"),
     )
     wrong = [f"{name} is {value!r}, expected {expected}" for name, value, right, expected in limits if not right]
     if wrong:
@@ -171,7 +210,7 @@ def _prompts(model: Model, what: Any) -> tuple[list[list[int]], list[str], bool]
             raise ValueError(f"generate: prompt {i} has ids from {low} to {high}; the model's are 0 to {vocab - 1}.")
         prompts.append(prompt)
     most = max(map(len, prompts), default=0)
-    if most > longest and _dynamic_limit(model) is None:
+    if most > longest and dynamic_limit(model) is None:
         warnings.warn(
             f"generate: a prompt has {most} tokens, and this model is made for {longest} (max_position_embeddings); "
             "its answer may be poor.",
@@ -209,175 +248,53 @@ def _control(tokenizer: Tokenizer, text: str) -> int | None:
     return ids[0] if one else None
 
 
-# --- answers ---------------------------------------------------------------------------------------------------------
+def _seeds(seed: Any, prompts: int, n: int) -> list[tuple[int, int]]:
+    """What the randomness of each answer depends on: a seed and a number."""
+    if isinstance(seed, (list, tuple)):
+        if len(seed) != prompts:
+            raise ValueError(f"generate: {len(seed)} seeds for {prompts} prompts; expected one for each.")
+        return [(each, number) for each in seed for number in range(n)]
+    seed = secrets.randbits(64) if seed is None else seed
+    return [(seed, number) for number in range(prompts * n)]
 
 
-class Text:
-    """An answer's text as it grows, cut before the first stop text; ``write`` gets what can no longer be cut.
-
-    ``after`` are the last ids of a text that this one continues: some tokenizers drop the space of a first token.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, stops: list[str], write: Callable[[str], object] | None, after: Sequence[int] = ()
-    ) -> None:
-        self.shown, self._written, self._stops, self._write = "", 0, stops, write
-        self._stream: Stream | None = Stream(tokenizer)  # None: a stop text is complete
-        self._stream.put(*after)
-        self._stream.end()
-
-    def put(self, token: int) -> bool:
-        """Add a token; True when a stop text is complete."""
-        return self._stream is None or self._add(self._stream.put(token), final=False)
-
-    def end(self) -> None:
-        """Add what waited for the rest of a character, and write what waited for the rest of a stop text."""
-        self._add("" if self._stream is None else self._stream.end(), final=True)
-
-    def _add(self, piece: str, final: bool) -> bool:
-        before = len(self.shown)
-        self.shown += piece
-        found = [at for stop in self._stops if (at := self.shown.find(stop, max(0, before - len(stop)))) >= 0]
-        if found:
-            self.shown, self._stream = self.shown[: min(found)], None
-        starts = [n for stop in self._stops for n in range(1, len(stop)) if self.shown.endswith(stop[:n])]
-        safe = len(self.shown) - (0 if final or found else max(starts, default=0))
-        if self._write is not None and safe > self._written:
-            self._write(self.shown[self._written : safe])
-            self._written = safe
-        return bool(found)
+def _adapters(model: Model, adapters: Sequence[str | None] | None, prompts: int) -> list[str | None] | None:
+    """The adapter of each prompt; None where all take the active one."""
+    if adapters is None:
+        return None
+    names: list[str | None] = [adapters] if isinstance(adapters, str) else list(adapters)
+    unknown = sorted({str(name) for name in names if name is not None and name not in model.adapters})
+    if unknown or len(names) != prompts:
+        there = ", ".join(model.adapters) or "none"
+        raise ValueError(
+            f"generate: adapters={names} for {prompts} prompts; expected a name (there are: {there}) or None for each."
+        )
+    if any(getattr(module, "merged", None) is not None for module in model.modules()):
+        raise ValueError("generate: an adapter is merged into the weights; call unmerge(model) to choose others.")
+    return names
 
 
-@dataclass
-class Row:
-    """One answer in the making; ``number`` is its place among all, which its randomness depends on."""
-
-    prompt: list[int]
-    number: int
-    text: Text | None = None
-    new: list[int] = field(default_factory=list)
-    done: bool = False
-
-    def take(self, token: int, stops: frozenset[int], last: bool) -> None:
-        """Add a chosen token and see whether it ends the answer."""
-        if token < 0:
-            raise RuntimeError(
-                f"generate: the logits of answer {self.number} are not finite at its new token {len(self.new)}; look "
-                "for NaN in the weights, and if they are float16 load them in bfloat16 or float32."
-            )
-        self.new.append(token)
-        self.done = last or token in stops
-        if self.text is not None:
-            # A stop id is no text, even where it is an ordinary token.
-            self.done = (token not in stops and self.text.put(token)) or self.done
-            if self.done:
-                self.text.end()
+# --- running ---------------------------------------------------------------------------------------------------------
 
 
-def _groups(rows: Iterable[Row], max_new_tokens: int, limit: int | None) -> Iterator[list[Row]]:
-    """Rows of similar length together, as many as TOGETHER allows; alone where the length changes the rotation."""
+def _together(model: Model) -> int:
+    """Tokens, answers included, that are decoded together."""
+    config = model.config
+    if model.device.type == "cpu" or not config.windows:
+        return TOGETHER
+    each = 2 * len(config.windows) * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    return max(TOGETHER, int(SHARE * free_memory(model.device) / each))
+
+
+def _groups(rows: Iterable[Row], max_new_tokens: int, limit: int | None, together: int) -> Iterator[list[Row]]:
+    """As many rows together as ``together`` allows; alone where the length changes the rotation."""
     group: list[Row] = []
-    for row in sorted(rows, key=lambda row: len(row.prompt)):
-        length = len(row.prompt) + max_new_tokens
-        if group and ((len(group) + 1) * length > TOGETHER or (limit is not None and length > limit)):
+    longest = 0
+    for row in sorted(rows, key=lambda row: len(row.prompt)):  # each row gets the slots of the longest
+        longest = len(row.prompt) + max_new_tokens
+        if group and ((len(group) + 1) * longest > together or (limit is not None and longest > limit)):
             yield group
             group = []
         group.append(row)
     if group:
         yield group
-
-
-# --- decoding --------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _aside(model: Model) -> Iterator[None]:
-    """Eval mode without gradients; every module's own mode is put back at the end, whatever happens."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def _dynamic_limit(model: Any) -> int | None:
-    """The length beyond which the rotary frequencies depend on the length (dynamic scaling); None: there is none."""
-    tables: list[Rotary] = list(model.rotary.values()) if isinstance(model.rotary, dict) else [model.rotary]
-    return min((table.max_positions for table in tables if table.dynamic), default=None)
-
-
-def _decode(
-    model: Model, rows: list[Row], stops: frozenset[int], max_new_tokens: int, sampling: Sampling, seed: int
-) -> None:
-    """Run rows to their ends, together.
-
-    Beyond a dynamic limit (there is one row then, see ``_groups``) each step is a full forward: keys in a cache were
-    rotated by the frequencies of a shorter text.
-    """
-    device, longest, limit = model.device, max(len(row.prompt) for row in rows), _dynamic_limit(model)
-    ids, documents = torch.zeros(len(rows), longest, dtype=torch.int64), torch.full((len(rows), longest), -1)
-    seen = torch.zeros(len(rows), model.config.vocab_size, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        start = longest - len(row.prompt)
-        ids[i, start:], documents[i, start:], seen[i, row.prompt] = torch.tensor(row.prompt), 0, True
-    first = documents.to(device) if bool((documents < 0).any()) else None
-    step, seen = ids.to(device), seen.to(device)
-    random = _uniform(rows, max_new_tokens, seed, device) if sampling.temperature > 0 else None
-    cache = Cache(model, len(rows), min(longest + max_new_tokens - 1, limit or sys.maxsize))
-    for t in range(max_new_tokens):
-        if limit is not None and longest + t > limit:
-            hidden = model.hidden_states(torch.tensor([rows[0].prompt + rows[0].new], device=device))
-        else:
-            hidden = model.hidden_states(step, documents=first if t == 0 else None, cache=cache)
-        chosen = choose(model.head(hidden[:, -1]), sampling, seen, None if random is None else random[:, t])
-        for row, token in zip(rows, chosen.tolist(), strict=True):
-            if not row.done:
-                row.take(token, stops, last=t == max_new_tokens - 1)
-        if all(row.done for row in rows):
-            return
-        step = chosen.clamp(min=0).unsqueeze(1)
-        seen.scatter_(1, step, True)
-
-
-def _uniform(rows: list[Row], count: int, seed: int, device: torch.device) -> Tensor:
-    """Numbers in [0, 1), fp32 [rows, count]; as multiples of 2⁻²³, times any total they stay below that total."""
-    bits = torch.stack([philox(seed, row.number, count, torch.device("cpu")) for row in rows])
-    return ((bits >> 9).float() * 2.0**-23).to(device)
-
-
-def choose(logits: Tensor, sampling: Sampling, seen: Tensor, random: Tensor | None) -> Tensor:
-    """The next id of each row: int64 [rows] for logits [rows, vocab]; −1 where a row's logits are not finite.
-
-    seen: bool [rows, vocab], ids that the repetition penalty is for. random: fp32 [rows] in [0, 1), needed above
-    temperature 0: the token at which the sum of the probabilities (from the most probable on, where top_k or top_p ask
-    for an order) passes that number.
-    """
-    scores = logits.float()
-    if (penalty := sampling.repetition_penalty) != 1:
-        scores = torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
-    top, picked = scores.max(dim=-1, keepdim=True)
-    if random is not None:
-        # The maximum goes first and the divisor stays above 0, so the best token has exp(0) at any temperature.
-        scores = (scores - top) / max(sampling.temperature, torch.finfo(torch.float32).tiny)
-        picked = _draw(scores, random.unsqueeze(1), sampling.top_p, sampling.top_k)
-    return torch.where(top.isfinite(), picked, -1).squeeze(1)
-
-
-def _draw(scores: Tensor, random: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Ids [rows, 1] from softmax(scores [rows, vocab]) cut to top_k, then top_p, with random [rows, 1]."""
-    order = None
-    if 0 < top_k < scores.shape[1]:
-        scores, order = scores.topk(top_k, dim=-1)
-    elif top_p < 1:
-        scores, order = scores.sort(dim=-1, descending=True)
-    probabilities = scores.softmax(dim=-1)
-    total = probabilities.cumsum(dim=-1)
-    end = total[:, -1:]
-    if top_p < 1:
-        kept = (total - probabilities < top_p).sum(dim=-1, keepdim=True)  # tokens before which top_p is not reached
-        end = total.gather(1, kept.clamp(min=1) - 1)
-    index = torch.searchsorted(total, random * end, right=True).clamp(max=scores.shape[1] - 1)
-    return index if order is None else order.gather(1, index)

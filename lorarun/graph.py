@@ -293,8 +293,7 @@ class Steps:
             self.drop()
             self.structure, self.stopped = found.structure, None
             self.seen.clear()
-        deterministic = model.deterministic or torch.are_deterministic_algorithms_enabled()
-        key = shape, model.dtype, found.state, deterministic, model.compute
+        key = shape, model.dtype, found.state, model.compute
         if key in self.held:
             self.held.move_to_end(key)
             return self.held[key]
@@ -331,6 +330,7 @@ class Steps:
             self.pool = torch.cuda.graph_pool_handle()
             self.stream = torch.cuda.Stream()
         here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
         self.stream.wait_stream(here)
         try:
             with torch.cuda.stream(self.stream):
@@ -339,11 +339,13 @@ class Steps:
                 torch.cuda.synchronize()
                 gc.collect()
                 torch.cuda.empty_cache()  # what the warm-up held is needed again, inside the pool
+                drawn = generator.clone_state()
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     run()
                 except BaseException:
                     self._abandon(graph)
+                    generator.graphsafe_set_state(drawn)
                     raise
                 graph.capture_end()
         finally:
@@ -351,12 +353,14 @@ class Steps:
         return graph.replay
 
     def _abandon(self, graph: Any) -> None:
-        """End a capture that failed.  Ending one that is invalid raises, before the allocator has left the pool."""
+        """End a capture that failed.  Ending one that is invalid raises, before the allocator has left the pool (and
+        torch's generator the capture: it would refuse every later draw)."""
         try:
             graph.capture_end()
         except RuntimeError:
             with contextlib.suppress(AttributeError, RuntimeError):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
+                torch._C._cuda_releasePool(torch.cuda.current_device(), self.pool)
 
     def _synchronize(self) -> None:
         if self.capture is None and self.held:
@@ -388,6 +392,8 @@ def unfit(model: Model, given: Given, shape: Shape) -> str | None:
         return f"the plan says {', '.join(policies)}"
     if any(t is not None and t.device.type != "cpu" for t in (given.ids, given.positions, given.documents, given.goal)):
         return "the batch is on the device already"
+    if model.deterministic or torch.are_deterministic_algorithms_enabled():
+        return "deterministic: a graph's padded rows would change the order of sums"
     if model.dtype == torch.float16:
         return "the loss of a float16 model is scaled before backward"
     rotary = model.rotary.values() if isinstance(model.rotary, dict) else [model.rotary]

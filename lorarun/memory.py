@@ -114,8 +114,12 @@ def plan(
         raise ValueError(f"plan: policy is {policy!r}; expected auto, {', '.join(POLICIES)}.")
     if compute not in ("bf16", "fp8"):
         raise ValueError(f"plan: compute is {compute!r}; expected bf16 or fp8.")
-    if max_tokens < 1 or (budget is not None and not budget > 0):
-        raise ValueError(f"plan: max_tokens={max_tokens}, budget={budget}; expected positive numbers.")
+    whole = isinstance(max_tokens, int) and not isinstance(max_tokens, bool)
+    if not whole or max_tokens < 1 or (budget is not None and not budget > 0):
+        raise ValueError(
+            f"plan: max_tokens={max_tokens!r}, budget={budget!r}; expected a whole number of tokens and, if given, a "
+            "positive number of bytes."
+        )
     before = model.compute
     use(model, compute)
     try:
@@ -138,8 +142,19 @@ def plan(
     if model.keep_dense != choice.keep_dense:  # setting it drops the copies that there are
         model.keep_dense = choice.keep_dense
     model.deterministic, model.planned = deterministic, made
+    if model.device.type not in HOSTS:
+        _take_workspaces(model.device)
     print(made, file=sys.stderr)
     return made
+
+
+def _take_workspaces(device: torch.device) -> None:
+    """Let both threads of a step take cuBLAS's workspace now, for good.  At their first product inside a step they
+    would cut it out of what a larger tensor has just freed, and the next one of that size would need a new segment:
+    1.8 GiB more were reserved for a row of 32,768 tokens."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones((16, 16), device=device, requires_grad=True)
+        torch.autograd.backward((x @ x).sum())
 
 
 def follow(model: Model, tokens: int) -> None:

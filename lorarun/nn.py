@@ -8,6 +8,7 @@ parameters below the same module, named as PEFT names them (``lora_A.<adapter>.w
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,14 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lorarun.kernels.backend import autocast
+from lorarun.kernels.backend import autocast, runs_triton
 from lorarun.kernels.dropout import Dropout, dropout
+from lorarun.kernels.few_rows import ROWS, Stored, few_rows, serves
 from lorarun.kernels.lora import Branch, low_rank
 from lorarun.kernels.replay import decide
 from lorarun.kernels.rms_norm import add_rms_norm, rms_norm
 from lorarun.kernels.rope import rope
 from lorarun.kernels.scaled import ScaledWeight
-from lorarun.quant.store import Store, stores
+from lorarun.quant.store import FP8Store, NF4Store, Store, stores
 from lorarun.rotary import Tables
 
 
@@ -59,6 +61,18 @@ class Adapter:
     clock: Clock
 
 
+class Mixed:
+    """Adapters that serve the rows of one batch together: ``which`` [batch, seq] int64 has the number in ``names`` of
+    each token's, −1 for none."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = list(names)
+        self.which: Tensor | None = None
+
+    def number(self, name: str | None) -> int:
+        return -1 if name is None else self.names.index(name)
+
+
 class Factor(nn.Module):
     """One matrix of an adapter, in a module of its own so that its name ends in ``.weight`` as in PEFT's files."""
 
@@ -85,14 +99,16 @@ class Linear(nn.Module):
         self.lora_A: Any  # module dictionaries of factors, there when there are adapters
         self.lora_B: Any
         self.active: str | None = None  # the adapter that runs
+        self.mixed: Mixed | None = None  # instead of ``active``, where rows of a batch have adapters of their own
         self.merged: tuple[str, Tensor] | None = None  # (adapter, the weight before it was added)
         self.scaled: ScaledWeight | None = None  # FP8 copies, shared by all projections of one input
 
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(self.weight, Store):
             h = x.to(_autocast_dtype(x))
+            few = few_projected(h.flatten(0, -2), (self,), [Branch(self.out_features)])
             bias = None if self.bias is None else self.bias.to(h.dtype)
-            y: Tensor = _StoredLinear.apply(h, self.weight, bias)
+            y: Tensor = _StoredLinear.apply(h, self.weight, bias) if few is None else few.view(*x.shape[:-1], -1)
         else:
             h = x.to(self.weight.dtype)
             y = F.linear(h, self.weight, self.bias)
@@ -101,6 +117,12 @@ class Linear(nn.Module):
 
     def adapt(self, y: Tensor, x: Tensor) -> Tensor:
         """y, the product with the weight, plus the update of the active adapter for the same input x."""
+        if self.mixed is not None and self.mixed.which is not None:
+            for i, name in enumerate(self.mixed.names):
+                if name in self.adapters:
+                    own = torch.where((self.mixed.which == i).unsqueeze(-1), x, 0.0)
+                    y = y + low_rank(own, *self.factors(name), self.adapters[name].scale)
+            return y
         branch, drop = self.running()
         if branch.a is None or branch.b is None:
             return y
@@ -146,6 +168,38 @@ class Linear(nn.Module):
         return (
             f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}, adapters={list(self.adapters)}"
         )
+
+
+def few_projected(
+    x: Tensor,
+    linears: Sequence[Linear],
+    branches: Sequence[Branch],
+    residual: Tensor | None = None,
+    act: str | None = None,
+) -> Tensor | None:
+    """:func:`lorarun.kernels.few_rows.few_rows` of stored weights for x [rows, in]; None where that does not serve:
+    more rows, dense weights, gradients."""
+    if torch.is_grad_enabled() or not 0 < len(x) <= ROWS or not runs_triton(x):
+        return None
+    weights = []
+    for linear in linears:
+        if not isinstance(linear.weight, (NF4Store, FP8Store)):
+            return None
+        block = linear.weight.block if isinstance(linear.weight, NF4Store) else 0
+        weights.append(Stored(linear.weight.part(), linear.out_features, linear.in_features, block))
+    biases = [linear.bias for linear in linears]
+    if not serves(x, weights, biases, branches):
+        return None
+    flag = None
+    if any(branch.rank for branch in branches):
+        flag = next(decide("flags", lambda: _flags(x.device)))
+    return few_rows(x, weights, biases, branches, residual, act, flag)
+
+
+def _flags(device: torch.device) -> Iterator[Tensor]:
+    """Zeros, int32 [1, 4] each, for launches that wait for a part of themselves: filled for many at once."""
+    while True:
+        yield from torch.zeros(256, 4, dtype=torch.int32, device=device).split(1)
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype:

@@ -29,7 +29,7 @@ from lorarun.kernels.gated import adapted_backward, adapted_forward, gated
 from lorarun.kernels.lora import Branch, lora_down, lora_grad, lora_input_grad, lora_up_, serves
 from lorarun.kernels.replay import decide, frame, keep
 from lorarun.kernels.scaled import quantize_rows, scaled_mm
-from lorarun.nn import Linear, untouched
+from lorarun.nn import Linear, few_projected, untouched
 from lorarun.quant.store import Store, dense_side_by_side
 
 
@@ -37,6 +37,8 @@ def obstacle(linears: Sequence[Linear], dtype: torch.dtype) -> str | None:
     """Why these projections cannot run as one on inputs of ``dtype``; None when they can."""
     if not all(untouched(linear) for linear in linears):
         return "a projection is hooked or replaced"
+    if any(linear.mixed is not None for linear in linears):
+        return "rows of the batch have adapters of their own"
     if any(p is not None and p.requires_grad for linear in linears for p in (linear.weight, linear.bias)):
         return "a base weight is trained"
     dense = {str(linear.weight.dtype) for linear in linears if not isinstance(linear.weight, Store)}
@@ -341,6 +343,9 @@ def project(x: Tensor, *linears: Linear, name: str = "") -> tuple[Tensor, ...]:
             return tuple(linear.adapt(y.unflatten(0, x.shape[:-1]), x) for linear, y in zip(linears, ys, strict=True))
         return tuple(linear(x) for linear in linears)
     branches, drop = served
+    if drop is None and (few := few_projected(_rows(x), linears, branches)) is not None:
+        sizes = [linear.out_features for linear in linears]
+        return tuple(y.unflatten(0, x.shape[:-1]) for y in few.split(sizes, dim=1))
     ys = _Project.apply(Frozen(linears), branches, drop, name, _rows(x), *_factors(branches))
     return tuple(y.unflatten(0, x.shape[:-1]) for y in ys)
 
@@ -356,6 +361,10 @@ def gated_mlp(h: Tensor, gate: Linear, up: Linear, down: Linear, act: str, resid
         return y if residual is None else residual + y
     branches = [*opened[0], *closed[0]]
     rest = None if residual is None else _rows(residual)
+    if opened[1] is None and closed[1] is None:
+        made = few_projected(_rows(h), (gate, up), opened[0], act=act)
+        if made is not None and (done := few_projected(made, (down,), closed[0], rest)) is not None:
+            return done.unflatten(0, h.shape[:-1])
     save, tile = decide((gate, "products"), lambda: (frame().save_products, frame().tile))
     out = _GatedMLP.apply(
         (Frozen((gate, up)), Frozen((down,))), branches, (opened[1], closed[1]), act,

@@ -47,7 +47,10 @@ class Tracer(TorchDispatchMode):
         for tensor in _tensors(out if isinstance(out, (tuple, list)) else (out,)):
             self._see(tensor, new=True)
         if func is _CUDNN_BACKWARD and self.device == "meta":
-            workspace = rounded(4 * args[1].numel())  # dq in fp32: 4 bytes × heads × head_dim a token
+            q, k = args[1], args[2]  # [batch, heads, seq, head_dim]
+            # dq in fp32, a sum for each row and, with grouped heads, dk and dv of each head before they are added up.
+            grouped = 2 * q.nbytes if q.shape[1] != k.shape[1] else 0
+            workspace = rounded(4 * q.numel() + 4 * q.numel() // q.shape[-1] + grouped)
             self._count += 1
             self.events += [(self._count, workspace), (self._count, -workspace)]
         return out

@@ -4,6 +4,7 @@
     python scripts/bench.py kernels             # every kernel: a correctness gate, time, share of the ceiling, peers
     python scripts/bench.py kernels norm NF4    # those whose names contain one of these words
     python scripts/bench.py train llama-3.1-8b --bits 4 --batch 4 --seq 2048 --peers unsloth,unsloth-off
+    python scripts/bench.py decode llama-3.1-8b --batch 1 8 64 --prompt 64 4096 --peers hf,unsloth
 
 Peers (bitsandbytes, Liger, Unsloth, what torch brings) are timed in the same run where they are installed; one that is
 missing or fails is named, with the reason. Nothing here is used by lorarun itself.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+import bench_decode
 import bench_kernels
 import bench_train
 import torch
@@ -26,6 +28,8 @@ def parser() -> argparse.ArgumentParser:
     kernels.add_argument("words", nargs="*", help="only rows whose names contain one of these")
     train = what.add_parser("train", help="training steps of a model of real shape with random weights")
     bench_train.add_arguments(train)
+    decode = what.add_parser("decode", help="tokens that a model of real shape generates a second")
+    bench_decode.add_arguments(decode)
     return made
 
 
@@ -34,7 +38,10 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("error: the benchmark needs an NVIDIA GPU, and torch sees none.")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    failed = bench_train.main(args) if args.what == "train" else bench_kernels.main(args.words)
+    if args.what == "kernels":
+        failed = bench_kernels.main(args.words)
+    else:
+        failed = {"train": bench_train, "decode": bench_decode}[args.what].main(args)
     if failed:
         sys.exit(f"error: {failed} of our own rows failed, see the table.")
 

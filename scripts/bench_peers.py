@@ -3,6 +3,7 @@
 
     python scripts/bench_peers.py kernels liger|unsloth [WORDS]   # their kernels at the shapes of bench_kernels.py
     python scripts/bench_peers.py train PEER SETTINGS             # training steps; SETTINGS is JSON, see bench_train.py
+    python scripts/bench_peers.py decode PEER SETTINGS            # generated tokens, see bench_decode.py
 
 Prints one JSON object a line; ``failed`` says why there is no figure.  Their functions are called as their own model
 patches call them; gradients are asked for inputs only, as norms and heads are frozen under LoRA.  An object's ``row``
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -232,11 +234,38 @@ def train(peer: str, settings: dict[str, Any]) -> None:
     say(**found, trained=sum(p.numel() for p in parameters))
 
 
+def decode(peer: str, settings: dict[str, Any]) -> None:
+    """Tokens a second of whole calls, by batch × prompt."""
+    model = peer_model(peer, settings).eval()
+    if peer == "unsloth":
+        from unsloth import FastLanguageModel  # noqa: PLC0415
+
+        FastLanguageModel.for_inference(model)
+    found = {}
+    for length in settings["prompt"]:
+        for batch in settings["batch"]:
+            ids = torch.randint(4, CONFIGS[settings["model"]]["vocab_size"], (batch, length), device=DEVICE)
+            how = {"max_new_tokens": settings["new"], "min_new_tokens": settings["new"], "do_sample": False}
+
+            def call(ids: Tensor = ids, how: dict[str, Any] = how) -> None:
+                with torch.inference_mode():
+                    model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how)
+                torch.cuda.synchronize()
+
+            call()
+            start = time.perf_counter()
+            call()
+            found[f"{batch}x{length}"] = batch * settings["new"] / (time.perf_counter() - start)
+    say(**found)
+
+
 def main() -> None:
     what, peer, *rest = sys.argv[1:]
     try:
         if what == "train":
             train(peer, json.loads(rest[0]))
+        elif what == "decode":
+            decode(peer, json.loads(rest[0]))
         else:
             begin()
             kernels(peer, rest)

@@ -75,7 +75,9 @@ def in_chunks(model: Any, ids: Tensor, sizes: list[int], documents: Tensor | Non
     pieces = ids.split(sizes, dim=1)
     logits = [model(pieces[0], documents=first, cache=cache)]
     logits += [model(piece, cache=cache) for piece in pieces[1:]]
-    assert cache.length == ids.shape[1]
+    pads = 0 if documents is None else (documents < 0).sum(dim=1)
+    assert torch.equal(torch.tensor(cache.lengths), torch.full((len(ids),), ids.shape[1]) - pads)
+    assert cache.filled.tolist() == cache.lengths
     return torch.cat(logits, dim=1)
 
 
@@ -119,6 +121,63 @@ def test_positions_count_tokens_only(tiny: Tiny) -> None:
     assert place(ids, None, documents, cache)[0].tolist() == [[0, 0, 0, 0, 0, 1], [0, 0, 1, 2, 3, 4]]
     model(ids, documents=documents, cache=cache)
     assert place(ids[:, :2], None, None, cache)[0].tolist() == [[2, 3], [5, 6]]
+    assert place(ids[:, :1], None, None, cache)[0].tolist() == [[2], [5]]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_rows_without_padding(tiny: Tiny, name: str) -> None:
+    """Prompts one behind the other, not in the order of the rows; a longer one in pieces; then steps of all together.
+
+    Row 1 is filled with another text first, and row 3 is a copy of row 0.
+    """
+    model = build(tiny(name))
+    texts = [some_ids(5), some_ids(30), some_ids(12)]
+    more = some_ids(4, 14)
+    cache = Cache(model, 4, 44)
+    model(some_ids(1, 17), documents=torch.ones(1, 17, dtype=torch.int64), cache=cache)
+    cache.clear(1)
+    packed = torch.cat((texts[2], texts[0]))[None]
+    logits = model(packed, documents=torch.tensor([[2] * 12 + [0] * 5]), cache=cache)
+    parts = {2: [logits[0, :12]], 0: [logits[0, 12:]], 1: []}
+    for piece in texts[1].split([9, 1, 20]):
+        parts[1].append(model(piece[None], documents=torch.ones(1, len(piece), dtype=torch.int64), cache=cache)[0])
+    cache.copy_row(0, [3])
+    assert cache.lengths == [5, 30, 12, 5]
+    for ids in more.split([1, 1, 3, *[1] * 9], dim=1):
+        step = model(ids, cache=cache)
+        for row in range(3):
+            parts[row].append(step[row])
+    for row, text in enumerate(texts):
+        alone = model(torch.cat((text, more[row]))[None])[0]
+        torch.testing.assert_close(torch.cat(parts[row]), alone, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma3-text"])
+def test_a_copied_row_goes_on_by_itself(tiny: Tiny, name: str) -> None:
+    model, prompt, more = build(tiny(name)), some_ids(11), some_ids(3, 10)
+    cache = Cache(model, 3, 21)
+    model(prompt[None], documents=torch.zeros(1, 11, dtype=torch.int64), cache=cache)
+    cache.copy_row(0, [1, 2])
+    steps = torch.cat([model(ids, cache=cache) for ids in more.split(1, dim=1)], dim=1)
+    for row in range(3):
+        alone = model(torch.cat((prompt, more[row]))[None])[0, 11:]
+        torch.testing.assert_close(steps[row], alone, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral-sliding", "gemma3-text"])
+def test_tokens_taken_back(tiny: Tiny, name: str) -> None:
+    """As long as no ring has gone round; then the row can only be begun anew."""
+    model, ids = build(tiny(name)), some_ids(1, 12)
+    cache = Cache(model, 1, 40)
+    model(ids[:, :7], cache=cache)
+    assert cache.rewind(0, 4) and cache.lengths == [4] and cache.filled.tolist() == [4]
+    logits = torch.cat((model(ids[:, 4:6], cache=cache), model(ids[:, 6:7], cache=cache)), dim=1)
+    torch.testing.assert_close(logits, model(ids[:, :7])[:, 4:], **CLOSE)
+    model(ids[:, 7:], cache=cache)
+    assert cache.rewind(0, 12)
+    assert cache.rewind(0, 9) == (name == "llama3")
+    cache.clear(0)
+    torch.testing.assert_close(model(ids, cache=cache), model(ids), **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["llama3", "gemma3-text"])
@@ -186,26 +245,32 @@ def test_left_padded_rows_have_finite_gradients(tiny: Tiny, name: str, dtype: to
 
 
 def test_a_sliding_layer_keeps_no_more_than_its_window(tiny: Tiny) -> None:
-    """Neither in what the next step reads, nor in the memory below it."""
     model = build(tiny("gemma3-text"))
-    cache = Cache(model, 1, 40)
-    for ids in (some_ids(1, 30), some_ids(1, 1), some_ids(1, 9)):
-        model(ids, cache=cache)
-        for window, (keys, values) in zip(cache.windows, cache._layers, strict=True):
-            for tensor in (keys, values):
-                token = tensor[:, :1].numel() * tensor.element_size()
-                assert tensor.shape[1] == (40 if window is None else window - 1)
-                assert tensor.untyped_storage().nbytes() <= token * (40 if window is None else window)
+    cache = Cache(model, 3, 40)
+    sizes = [keys.shape[1] for keys, _ in cache._layers]
+    assert sizes == [8, 8, 40, 8, 8, 40]
+    assert cache.nbytes == 2 * sum(sizes) * 3 * model.config.num_key_value_heads * model.config.head_dim * 4
 
 
 def test_what_a_cache_refuses(tiny: Tiny) -> None:
     model, ids = build(tiny("llama3")), some_ids(2, 6)
     cache = Cache(model, 2, 8)
-    with pytest.raises(ValueError, match="padded on the left"):
-        model(ids, documents=torch.tensor([[0, 0, 0, 0, 0, 0], [0, 0, 0, 0, -1, -1]]), cache=cache)
-    assert cache.length == 0
+    for documents, message in (
+        ([[0, 0, 0, 1, 1, 0]], "each in one piece"),
+        ([[0, 0, 0, 1, 1, 2]], "the rows of the cache, 0 to 1"),
+        ([[0, 0, 0, 1, 1, -1]], "without padding"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(ids[:1], documents=torch.tensor(documents), cache=cache)
+    with pytest.raises(ValueError, match=r"2 rows; got ids \[1, 6\] without documents"):
+        model(ids[:1], cache=cache)
+    assert cache.lengths == [0, 0]
     model(ids, documents=torch.tensor([[0, 0, 0, 0, 0, 0], [-1, -1, 0, 0, 0, 0]]), cache=cache)
+    assert cache.lengths == [6, 4]
     with pytest.raises(ValueError, match="documents belong to the first call"):
         model(ids[:, :1], documents=torch.zeros(2, 1, dtype=torch.int64), cache=cache)
+    with pytest.raises(ValueError, match="continued alone"):
+        model(ids[:1, :2], documents=torch.tensor([[0, 1]]), cache=cache)
     with pytest.raises(ValueError, match="holds 8 tokens; 9 were asked for"):
         model(ids[:, :3], cache=cache)
+    assert cache.lengths == [6, 4] == cache.filled.tolist()

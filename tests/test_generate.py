@@ -22,14 +22,17 @@ import toy
 import transformers
 from test_cache import build
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as theirs
 
+from lorarun.answer import Text
 from lorarun.cache import Cache
-from lorarun.generate import Sampling, Text, choose, generate
+from lorarun.generate import generate
 from lorarun.load import load
-from lorarun.lora import adapters_disabled, add_lora
+from lorarun.lora import adapters_disabled, add_lora, use_adapter
 from lorarun.nn import Embedding, Model
 from lorarun.rotary import Rotary
+from lorarun.sampling import Sampling, choose
 from lorarun.tokenizer import Tokenizer
 
 decoding = importlib.import_module("lorarun.generate")  # the package has a function of that name
@@ -59,9 +62,11 @@ class Stub(Model):
         self.model.embed_tokens = Embedding(vocab, 1)
         self.rotary = Rotary(2, {"rope_type": "default", "rope_theta": 1e4}, longest)
         self.batches: list[int] = []  # rows of every call
+        self.rows = torch.zeros(0)  # of each token of the last one
 
-    def hidden_states(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.batches.append(len(ids))
+    def hidden_states(self, ids: Tensor, *args: Any, documents: Tensor | None = None, **kwargs: Any) -> Tensor:
+        self.rows = torch.arange(len(ids)).unsqueeze(1).expand(ids.shape) if documents is None else documents
+        self.batches.append(len(self.rows.unique()))
         return self.logits(ids)
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -81,8 +86,8 @@ class Scripted(Stub):
     def logits(self, ids: Tensor) -> Tensor:
         step = len(self.batches) - 1
         logits = torch.zeros(*ids.shape, self.config.vocab_size)
-        for i, script in enumerate(self.scripts[: len(ids)]):
-            logits[i, -1, script[step] if step < len(script) else 0] = 1.0
+        for i, script in enumerate(self.scripts):
+            logits[..., script[step] if step < len(script) else 0][self.rows == i] = 1.0
         return logits
 
 
@@ -145,6 +150,161 @@ def test_a_batch_equals_its_rows_alone(tiny: Tiny, name: str, penalty: float) ->
     for extra in (0, 3, 50):
         longer = [some_ids(11 + extra, seed=1)] if extra else []
         assert generate(model, short + longer, **how)[:3] == alone
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_prompt_in_pieces_gives_the_same_answer(tiny: Tiny, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of 7 tokens, less than the windows of 8; several prompts that share a pass; one that is just as long."""
+    model = build(tiny(name))
+    prompts = [some_ids(40), some_ids(3), some_ids(7), some_ids(2), some_ids(21), some_ids(3)]
+    whole = generate(model, prompts, max_new_tokens=10, stop=[])
+    monkeypatch.setattr("lorarun.decode.PREFILL", 7)
+    assert generate(model, prompts, max_new_tokens=10, stop=[]) == whole
+    assert whole[1] == whole[5] == generate(model, prompts[1], max_new_tokens=10, stop=[])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_replayed_step_is_the_step(tiny: Tiny, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be captured reads nothing from the host: run again and again without its Python, it gives the same.
+
+    A graph is stood in for by a recording of the operations, which replays them on the same tensors.
+    """
+    model = build(tiny(name))
+    prompts: Any = [some_ids(2), some_ids(11), some_ids(30)]
+    how: dict[str, Any] = dict(max_new_tokens=24, stop=[], repetition_penalty=1.3, temperature=0.8, seed=3)
+    expected = generate(model, prompts, **how, logprobs=True)
+    made = []
+
+    class Captured(decoding.Decoder):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, capture=recorded)
+            made.append(self)
+
+    monkeypatch.setattr(decoding, "Decoder", Captured)
+    found = generate(model, prompts, **how, logprobs=True)
+    assert [answer.ids for answer in found] == [answer.ids for answer in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    assert all((decoder.replay is None) == bool(decoder.obstacle) == (name == "llama-dynamic") for decoder in made)
+
+
+class Recording(TorchDispatchMode):
+    """Notes every operation with its tensors, as a graph does with their addresses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            assert args[0].numel() == 1 and args[0].item() == 8.0, "a wait"  # Gemma's scale, a number of the host
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self) -> None:
+        for func, args, kwargs, out in self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(*map(torch.utils._pytree.tree_leaves, (out, again)), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+def recorded(run: Callable[[], None]) -> Callable[[], None]:
+    """As a capture: nothing that it writes counts until it is replayed."""
+    decoder = run.__self__  # type: ignore[attr-defined]
+    held = [decoder.tokens, decoder.chosen, decoder.logprobs, decoder.number, decoder.seen, decoder.cache.filled]
+    held += [part for layer in decoder.cache._layers for part in layer]
+    before = [tensor.clone() for tensor in held]
+    with Recording() as recording:
+        run()
+    for tensor, was in zip(held, before, strict=True):
+        tensor.copy_(was)
+    return recording.replay
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama-bias", "qwen3", "gemma2"])
+def test_rows_with_adapters_of_their_own(tiny: Tiny, name: str) -> None:
+    """One batch, three adapters and none, against each prompt alone with its adapter switched on."""
+    model: Any = build.__wrapped__(tiny(name))
+    for i, each in enumerate(("a", "b", "c")):
+        targets = ["q_proj", "down_proj"] if each == "b" else "all-linear"
+        add_lora(model, r=2 + i, targets=targets, name=each, seed=i, dropout=0.5)
+        for key, parameter in model.named_parameters():
+            if f"lora_B.{each}" in key:
+                nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(i + len(key)))
+    prompts, names = [some_ids(4), some_ids(9), some_ids(4), some_ids(13), some_ids(4)], ["a", None, "b", "c", "a"]
+    how: dict[str, Any] = dict(max_new_tokens=8, stop=[])
+    expected = []
+    for prompt, each in zip(prompts, names, strict=True):
+        use_adapter(model, each)
+        expected.append(generate(model, prompt, **how))
+    use_adapter(model, "c")
+    before = state(model)
+    assert generate(model, prompts, adapters=names, **how) == expected
+    assert same(state(model), before)
+    assert expected[0] != expected[2] and expected[0] == expected[4]
+    assert generate(model, prompts[3], **how) == expected[3]  # none of it is left
+    for wrong in (["a"], ["a", None, "b", "c", "d"]):
+        with pytest.raises(ValueError, match="expected a name .there are: a, b, c. or None for each"):
+            generate(model, prompts, adapters=wrong, **how)
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma2"])
+def test_log_probabilities(tiny: Tiny, name: str) -> None:
+    """Of the model's own distribution, whatever was done to it for drawing; against full forwards in fp64."""
+    model, exact = build(tiny(name)), build(tiny(name), dtype=torch.float64)
+    prompts = [some_ids(3), some_ids(12)]
+    how: dict[str, Any] = dict(max_new_tokens=6, stop=[], temperature=0.5, top_k=5, repetition_penalty=1.5, seed=1)
+    answers = generate(model, prompts, logprobs=True, **how)
+    assert [answer.answer for answer in answers] == generate(model, prompts, **how)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.ids == answer.answer
+        logits = exact(torch.tensor([prompt + answer.ids]))[0].log_softmax(-1)
+        expected = [float(logits[len(prompt) - 1 + t, token]) for t, token in enumerate(answer.ids)]
+        assert answer.logprobs == pytest.approx(expected, abs=1e-4)  # as the logits, see test_cache.py
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2-sliding", "gemma3-text"])
+def test_a_kept_cache_goes_on(tiny: Tiny, name: str) -> None:
+    """A conversation: each prompt is the one before with its answer and more.  And one that is another text."""
+    model = build(tiny(name))
+    cache, prompt = Cache(model, 1, 90), some_ids(12)
+    computed: list[int] = []
+    hook = model.model.embed_tokens.register_forward_pre_hook(lambda _, args: computed.append(args[0].numel()))
+    try:
+        for turn in range(3):
+            computed.clear()
+            answer = generate(model, prompt, max_new_tokens=10, stop=[], cache=cache)
+            assert sum(computed) == (12 if turn == 0 else 6) + 9
+            assert cache.ids[0] == prompt + answer[:-1] and cache.lengths == [len(cache.ids[0])]
+            assert answer == generate(model, prompt, max_new_tokens=10, stop=[])
+            prompt = prompt + answer + some_ids(5, seed=turn)
+        other = cache.ids[0][:9] + some_ids(20)  # goes another way after nine tokens
+        computed.clear()
+        answer = generate(model, other, max_new_tokens=3, stop=[], cache=cache)
+        assert sum(computed) == (20 if name == "llama3" else 29) + 2
+    finally:
+        hook.remove()
+    assert answer == generate(model, other, max_new_tokens=3, stop=[])
+    with pytest.raises(ValueError, match="the cache has 1 rows, and there are 2 answers"):
+        generate(model, [other, other], cache=cache)
+    with pytest.raises(ValueError, match="holds 90 tokens a row; prompt and answer take 128"):
+        generate(model, other, max_new_tokens=100, cache=cache)
+
+
+def test_kept_rows_end_at_different_steps(tiny: Tiny) -> None:
+    model, prompts = build(tiny("llama3")), [some_ids(4), some_ids(9)]
+    greedy = generate(model, prompts[0], max_new_tokens=9, stop=[])
+    stop = greedy[3]
+    cache = Cache(model, 2, 60)
+    answers = generate(model, prompts, max_new_tokens=9, stop=[stop], cache=cache)
+    ended = greedy.index(stop) + 1
+    assert len(answers[0]) == ended < len(answers[1])
+    assert cache.lengths == [4 + ended - 1, 9 + len(answers[1]) - 1]
+    longer = [prompt + answer + some_ids(3) for prompt, answer in zip(prompts, answers, strict=True)]
+    expected = generate(model, longer, max_new_tokens=9, stop=[])
+    assert generate(model, longer, max_new_tokens=9, stop=[], cache=cache) == expected
 
 
 def test_a_pad_is_no_token_that_was_seen() -> None:
@@ -284,6 +444,8 @@ def test_without_a_tokenizer() -> None:
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"n": 0}, "n is 0"),
         ({"seed": "x"}, "seed is 'x'"),
+        ({"seed": [1, None]}, r"seed is \[1, None\]"),
+        ({"min_p": -0.1}, "min_p is -0.1"),
         ({"top_p": -1, "top_k": -2}, "top_p is -1, .*; top_k is -2"),
         ({"stop": [""]}, "expected a list of ids and of texts"),
         ({"stop": [3.5]}, "expected a list of ids and of texts"),
@@ -309,11 +471,11 @@ def test_a_long_list_goes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     how: dict[str, Any] = dict(max_new_tokens=4, temperature=1.0, seed=1, n=2)
     whole = Chain(table)
     together = generate(whole, prompts, **how)
-    assert whole.batches == [14] * 4
+    assert whole.batches == [6] + [14] * 3  # of equal prompts one is computed
     monkeypatch.setattr(decoding, "TOGETHER", 40)
     parts = Chain(table)
     assert generate(parts, prompts, **how) == together
-    assert sum(parts.batches) == 14 * 4 and max(parts.batches) < 10
+    assert sum(parts.batches) > 14 * 3 and max(parts.batches) < 10
 
 
 # --- stopping --------------------------------------------------------------------------------------------------------
@@ -339,7 +501,7 @@ def test_every_end_id_of_the_checkpoint_stops(tmp_path: Path, named: Any, end: s
 
     answers = generate(Scripted(*scripts, tokenizer=tokenizer), [[20 + i] for i in range(5)], max_new_tokens=4)
     assert answers == [until_a_stop(script) for script in scripts]
-    text = generate(Scripted(*scripts, tokenizer=tokenizer), ["the"] * 5, max_new_tokens=4)
+    text = generate(Scripted(*scripts, tokenizer=tokenizer), list("vwxyz"), max_new_tokens=4)
     assert text == [tokenizer.decode([t for t in until_a_stop(script) if t not in stops]) for script in scripts]
 
 
@@ -369,7 +531,7 @@ def test_a_list_replaces_the_end_ids(tokenizer: Tokenizer) -> None:
 
 def test_rows_end_together_only_when_all_have_ended() -> None:
     model = Scripted([7], [5, 5, 7], [5, 7])
-    assert generate(model, [[1], [1], [1]], max_new_tokens=50, stop=[7]) == [[7], [5, 5, 7], [5, 7]]
+    assert generate(model, [[1], [2], [3]], max_new_tokens=50, stop=[7]) == [[7], [5, 5, 7], [5, 7]]
     assert len(model.batches) == 3
 
 
@@ -448,6 +610,9 @@ def probabilities(logits: Tensor, **how: Any) -> Tensor:
         dict(temperature=1.0, top_p=0.6),
         dict(temperature=0.8, top_k=12, top_p=0.9),
         dict(temperature=1.3, top_k=500, top_p=0.99),
+        dict(temperature=1.5, min_p=0.1),
+        dict(temperature=1.5, top_p=0.8, min_p=0.2),
+        dict(temperature=2.0, top_k=20, top_p=0.9, min_p=0.3),
         dict(temperature=1.0, repetition_penalty=1.7, had=[0, 3, 9, 20]),
         dict(temperature=0.7, repetition_penalty=0.6, had=[1, 2], top_k=5, top_p=0.8),
     ],
@@ -463,6 +628,8 @@ def test_the_distribution_is_transformers(how: dict[str, Any]) -> None:
         scores = theirs.TopKLogitsWarper(how["top_k"])(had, scores)
     if how.get("top_p"):
         scores = theirs.TopPLogitsWarper(how["top_p"])(had, scores)
+    if how.get("min_p"):
+        scores = theirs.MinPLogitsWarper(how["min_p"])(had, scores)
     expected = scores.double().softmax(-1)[0]
     found = probabilities(logits, **how)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2.0 / GRID)
@@ -488,7 +655,16 @@ def test_answers_are_drawn_from_it() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-4, 0.5, 1e6])
 @pytest.mark.parametrize(
     "cut",
-    [{}, dict(top_p=0.0), dict(top_p=1e-4), dict(top_k=1), dict(top_k=10**6), dict(top_k=10**6, top_p=0.5)],
+    [
+        {},
+        dict(top_p=0.0),
+        dict(top_p=1e-4),
+        dict(top_k=1),
+        dict(min_p=1.0),
+        dict(min_p=1.0, top_p=0.5),
+        dict(top_k=10**6),
+        dict(top_k=10**6, top_p=0.5),
+    ],
     ids=str,
 )
 def test_extremes(dtype: torch.dtype, temperature: float, cut: dict[str, Any]) -> None:
@@ -498,7 +674,7 @@ def test_extremes(dtype: torch.dtype, temperature: float, cut: dict[str, Any]) -
     seen = torch.zeros(4, 50, dtype=torch.bool)
     chosen = choose(logits.expand(4, -1), Sampling(temperature, **cut), seen, random if temperature else None)
     assert bool(((chosen >= 0) & (chosen < 50)).all())
-    if temperature < 1e6 or cut.get("top_k") == 1 or cut.get("top_p") in (0.0, 1e-4):
+    if temperature < 1e6 or cut.get("top_k") == 1 or cut.get("top_p") in (0.0, 1e-4) or cut.get("min_p"):
         assert chosen.tolist() == [int(logits.argmax())] * 4
 
 
@@ -527,6 +703,11 @@ def test_a_seed_decides_the_answer() -> None:
     assert run([[3], [3]], seed=1)[0] != run([[3], [3]], seed=1)[1]
     assert run([[3], [5, 6]], seed=1, max_new_tokens=5) == [row[:5] for row in answer]
     assert run([3]) != run([3])  # without a seed
+    own = run([[3], [5, 6]], seed=[8, 9], n=2)
+    assert run([[5, 6]], seed=[9], n=2)[0] == own[1] == run([[5, 6], [7], [8]], seed=[9, 1, 1], n=2)[0]
+    assert own[0] != own[1] and own[0][0] != own[0][1]
+    with pytest.raises(ValueError, match="3 seeds for 2 prompts"):
+        run([[3], [5, 6]], seed=[1, 2, 3])
 
 
 # --- leaving no trace ------------------------------------------------------------------------------------------------

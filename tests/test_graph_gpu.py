@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -143,6 +144,9 @@ def test_nobody_waits_for_the_device(device, eager, monkeypatch):
 @pytest.mark.parametrize("how", ["memory", "waiting"])
 def test_a_capture_that_fails(device, how, monkeypatch):
     """Training goes on eagerly, on the same stream, and nothing stands in the way of a later capture."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved()  # by what earlier tests left
     model, data = make("llama", 4, device), batch(1, 512, 256)
     run, calls = graph.Step.run, []
 
@@ -162,7 +166,8 @@ def test_a_capture_that_fails(device, how, monkeypatch):
     gradients(model, data, 256)
     assert torch.cuda.memory_allocated() == before
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() < 2 * before + 2**28
+    assert torch.cuda.memory_reserved() - reserved < before + 2**28
+    assert torch.randn(8, device=device).isfinite().all()  # torch's generator is not left inside the capture
     monkeypatch.undo()
     model.graphs.drop()
     model.graphs.stopped = None

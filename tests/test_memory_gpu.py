@@ -66,8 +66,9 @@ def make(name, bits, device, **more):
             table, offset = torch.linspace(-1, 1, 256, device=device), torch.full((1,), 0.03, device=device)
             del module.weight
             module.weight = NF4Store(codes, absmax, nested, table, offset, shape=shape)
+        tied = path == "lm_head" and model.config.tie_word_embeddings  # made twice, it would leave a hole of its size
         for key, p in list(module._parameters.items()):
-            if p is not None and p.is_meta and p.dtype == torch.bfloat16:
+            if p is not None and p.is_meta and p.dtype == torch.bfloat16 and not tied:
                 std = 0.1 if p.ndim == 1 else p.shape[-1] ** -0.5
                 dense = torch.empty(p.shape, dtype=p.dtype, device=device).normal_(std=std)
                 module._parameters[key] = torch.nn.Parameter(dense)
@@ -103,13 +104,20 @@ def close(predicted, measured, share, what):
 
 
 def compare(device, name, policy, shape, bits, **more):
+    predicted, measured = both(device, name, policy, shape, bits, **more)
+    what = f"{name} {policy} {shape[0]}x{shape[1]} {'NF4' if bits == 4 else 'bf16'}"
+    near = close(predicted[0], measured[0], 0.02, f"{what} allocated")
+    assert close(predicted[1], measured[1], 0.05, f"{what} reserved") and near
+
+
+def both(device, name, policy, shape, bits, **more):
+    """Bytes allocated and reserved, as predicted and as measured.  The model ends here: a failing test keeps what its
+    frames hold, and later ones would fill the holes in that."""
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     model = make(name, bits, device, **more)
     made = lorarun.plan(model, shape[0] * shape[1], policy=policy)
     allocated, reserved = train(model, batch(shape))
-    what = f"{name} {policy} {shape[0]}x{shape[1]} {'NF4' if bits == 4 else 'bf16'}"
-    near = close(made.allocated, allocated - before[0], 0.02, f"{what} allocated")
-    assert close(made.reserved, reserved - before[1], 0.05, f"{what} reserved") and near
+    return (made.allocated, made.reserved), (allocated - before[0], reserved - before[1])
 
 
 @pytest.mark.parametrize("bits", [4, 16])
@@ -165,6 +173,7 @@ def test_loss_plans_by_itself_and_again_for_a_longer_batch(device, capfd):
 
 def test_a_plan_leaves_the_model_on_its_device(device):
     model = make("qwen3-8b", 4, device, num_hidden_layers=2)
+    lorarun.plan(model, 2048)  # the first one takes cuBLAS's workspaces
     held = torch.cuda.memory_allocated()
     lorarun.plan(model, 4096)
     assert abs(torch.cuda.memory_allocated() - held) < MIB

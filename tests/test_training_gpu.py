@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import lorarun
+from lorarun import graph
 from lorarun.kernels.backend import reference
 from lorarun.lora import linears
 from lorarun.models import build_model
 from lorarun.nn import Linear
 from lorarun.quant.store import FP8Store, NF4Store
+from lorarun.recompute import POLICIES
 
 SHAPES = {
     "llama": {
@@ -114,6 +116,36 @@ def test_gradients_and_fifty_steps(device, name, bits):
         f"{name} {bits}: from {in_fp32[0]:.3f} to {in_fp32[-1]:.3f}; rms from fp32: torch {noise:.4f}, ours {error:.4f}"
     )
     assert error <= 2 * noise + 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_hundred_steps_under_each_policy(device, packed, monkeypatch):
+    """Eager under each policy, and captured; on NF4, packed texts or dense rows, beside the reference path's curve."""
+    batches = data(device)
+    if not packed:
+        batches = [{key: value for key, value in batch.items() if key != "documents"} for batch in batches]
+    model = make("llama", 4, device)
+    start = [parameter.detach().clone() for parameter in lorarun.lora_parameters(model)]
+    exact, plain = copy.deepcopy(model).float(), copy.deepcopy(model)
+    in_fp32 = curve(exact, batches, forced=True, steps=100)
+    noise = (curve(plain, batches, forced=True, steps=100) - in_fp32).square().mean().sqrt()
+    assert in_fp32[-4:].mean() < in_fp32[:4].mean() - 0.3
+    print(f"\n{'reference':<12}", *(f"{x:.3f}" for x in in_fp32[::10]))
+    for name in (*POLICIES, "captured"):
+        for parameter, value in zip(lorarun.lora_parameters(model), start, strict=True):
+            parameter.data.copy_(value)
+        with monkeypatch.context() as patch:
+            if name != "captured":
+                patch.setattr(graph, "WORK", 0.0)
+            lorarun.plan(model, TOKENS, policy="keep" if name == "captured" else name)
+            before = model.graphs.replays if model.graphs else 0
+            ours = curve(model, batches, forced=False, steps=100)
+        replays = model.graphs.replays - before
+        assert replays >= 90 if name == "captured" else replays == 0
+        error = (ours - in_fp32).square().mean().sqrt()
+        print(f"{name:<12}", *(f"{x:.3f}" for x in ours[::10]), f"rms {error:.4f}, the reference's in bf16 {noise:.4f}")
+        assert error <= 2 * noise + 1e-3, name
 
 
 @pytest.mark.gpu

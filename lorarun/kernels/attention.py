@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lorarun.kernels.backend import INTERPRETED, autocast, runs_triton, tl, triton, why
+from lorarun.kernels.decode_attention import Step, decode_attention
 from lorarun.kernels.replay import decide, frame, keep
 
 
@@ -464,7 +465,30 @@ class _CuDNN(torch.autograd.Function):
         q, k, v, o, lse, *random = ctx.saved_tensors
         op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
         lengths = (None, None, q.shape[2], k.shape[2])  # cumulative ones of ragged rows, and the longest
-        return *op(do, q, k, v, o, lse, *random, None, *lengths, 0.0, True, scale=ctx.scale), None
+        group, kv_heads = q.shape[1] // k.shape[1], k.shape[1]
+        few = _heads_at_once(q.shape[2], group)
+        if few >= kv_heads:
+            return *op(do, q, k, v, o, lse, *random, None, *lengths, 0.0, True, scale=ctx.scale), None
+        grads = [torch.empty_like(t) for t in (q, k, v)]
+        for at in range(0, kv_heads, few):
+            k_heads, q_heads = slice(at, at + few), slice(at * group, (at + few) * group)
+            own = [t[:, heads] for t, heads in ((q, q_heads), (k, k_heads), (v, k_heads), (o, q_heads))]
+            made = op(
+                do[:, q_heads], *own, lse[:, q_heads].contiguous(), *random, None, *lengths, 0.0, True, scale=ctx.scale
+            )
+            for whole, heads, part in zip(grads, (q_heads, k_heads, k_heads), made, strict=True):
+                whole[:, heads] = part
+            del made, part
+        return *grads, None
+
+
+def _heads_at_once(seq: int, group: int) -> int:
+    """How many key heads cuDNN's backward is given at a time.
+
+    Its workspace is 8 bytes × heads × head_dim a token, 32 KiB for 32 heads of 128, which would be a third of what a
+    long row needs under the policy that needs least.  From 131,072 rows (queries × heads) a call keeps the GPU busy.
+    """
+    return max(1, -(-131_072 // (seq * group))) if seq >= 16_384 else 2**31
 
 
 def _tensors(made: Any) -> tuple[Tensor | None, ...]:
@@ -548,7 +572,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    spans: Spans | Tensor | None = None,
+    spans: Spans | Step | Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
@@ -561,8 +585,12 @@ def attention(
     and softcap None: none; scale (positive) None: head_dim ** -0.5.  fp64, fp32, bf16 or fp16; softmax and sums in
     fp32 (fp64 for fp64).  Any strides; views of one wider product are read as they are.
 
+    A step of decoding (:mod:`lorarun.kernels.decode_attention`) is told by its ``spans``; the window is in its cache.
+
     Returns [batch, queries, heads, head_dim] in the dtype of q.  Differentiable once in q, k and v.
     """
+    if isinstance(spans, Step):
+        return decode_attention(q, k, v, spans, softcap, scale)
     queries, keys = q.shape[1], k.shape[1]
     if k.shape != v.shape or q.shape[2] % k.shape[2] or q.shape[-1] != k.shape[-1] or queries > keys:
         raise ValueError(

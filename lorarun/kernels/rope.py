@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from lorarun.kernels.backend import runs_triton, tl, triton
 from lorarun.kernels.rms_norm import rms_norm_reference
 
-TOKENS, HEADS, WARPS = 4, 4, 4  # that one program handles
+TOKENS, HEADS, WARPS = 2, 8, 4  # that one program handles
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -51,10 +51,12 @@ def _rope(
     TOKENS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Some heads of some tokens.  Forward reads q or k; backward their gradients, and with NORM q or k as well."""
-    o_r, group = tl.arange(0, TOKENS * HEADS), tl.program_id(1)
-    token = tl.program_id(0).to(tl.int64) * TOKENS + o_r // HEADS
-    b, t = token // seq, token % seq
     q_groups = tl.cdiv(q_heads, HEADS)
+    groups = q_groups + tl.cdiv(k_heads, HEADS)
+    group = tl.program_id(0) % groups  # neighbours read neighbouring heads and the same angles: 3 % over tokens first
+    o_r = tl.arange(0, TOKENS * HEADS)
+    token = (tl.program_id(0) // groups).to(tl.int64) * TOKENS + o_r // HEADS
+    b, t = token // seq, token % seq
     o_e = tl.arange(0, HALF)
     m_e = o_e < half
     heads = tl.where(group < q_groups, q_heads, k_heads)
@@ -122,7 +124,7 @@ def _launch(
     groups = triton.cdiv(q_heads, HEADS) + triton.cdiv(k.shape[2], HEADS)
     if batch * seq:
         half = triton.next_power_of_2(dim // 2)
-        _rope[(triton.cdiv(batch * seq, TOKENS), groups)](
+        _rope[(triton.cdiv(batch * seq, TOKENS) * groups,)](
             q, k, dq, dk, out_q, out_k, cos, sin, q_weight, k_weight,
             batch * seq, seq, *q.stride()[:3], *k.stride()[:3], *dq.stride()[:3], *dk.stride()[:3],
             0 if cos.shape[0] == 1 else cos.stride(0), q_heads, dk.shape[2], dim // 2, eps,

@@ -344,6 +344,24 @@ def test_dense_rows_go_to_cudnn_and_no_switch_is_touched(device, head_dim):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(1, 16, 4), (2, 12, 3)])
+def test_long_rows_go_back_by_few_heads_at_a_time(device, batch, heads, kv_heads, monkeypatch):
+    """Heads know nothing of each other: dk and dv are the same bits, dq differs by the order in which cuDNN adds."""
+    shapes = [(batch, 16_384, h, 128) for h in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, do = (torch.randn(s, dtype=torch.bfloat16, device=device).requires_grad_() for s in shapes)
+    calls, found = [], []
+    whole = file._heads_at_once
+    for few in (lambda *sizes: 2**31, whole):
+        monkeypatch.setattr(file, "_heads_at_once", lambda *sizes, few=few: calls.append(few(*sizes)) or calls[-1])
+        found.append(torch.autograd.grad(attention(q, k, v), (q, k, v), do.detach()))
+    assert calls == [2**31, -(-131_072 // (16_384 * (heads // kv_heads)))] and calls[1] < kv_heads
+    (dq, dk, dv), (dq_few, dk_few, dv_few) = found
+    assert torch.equal(dk, dk_few) and torch.equal(dv, dv_few)
+    assert (dq - dq_few).float().norm() < 2**-8 * dq.float().norm()
+    assert dq.stride() == dq_few.stride()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("seq", "head_dim", "heads", "kv_heads"), [(65_536, 256, 8, 4), (131_072, 128, 132, 4)])
 def test_long_rows_and_more_than_two_billion_elements(device, seq, head_dim, heads, kv_heads):
     """A few queries, the last among them, against float64 over what they see; dk and dv there too."""

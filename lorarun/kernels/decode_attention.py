@@ -1,0 +1,185 @@
+"""Attention of decoding: one query a row against that row's cache, whose newest key and value it puts in place.
+
+    o = softmax(cap(scale · q·kᵀ)) · v over the first ``filled`` slots of a row
+
+Every slot that is filled is one that the query may see (:mod:`lorarun.cache` keeps windows as rings), so their number
+is all that masks.  Work is bound by reading keys and values, once each, and one row has too few heads to keep a GPU
+busy with: programs share a row's slots out among them, in parts of one length, and a second launch joins the parts in
+their order.  The heads of a group stand as rows of one tile, so that their keys are read once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lorarun.kernels.backend import INTERPRETED, runs_triton, tl, triton
+
+BUSY = 528  # programs that a GPU wants at the least: four on each multiprocessor of an H200
+SPLITS = 64  # parts of a row at the most
+BLOCK, WARPS, STAGES = 64, 4, 3  # slots of a tile
+
+
+class Step(NamedTuple):
+    """Where a step's keys go and what its queries see.
+
+    keys, values [batch, slots, kv_heads, head_dim]: a layer's cache, written to.  slot, filled int32 [batch]: where the
+    new key of a row goes, and how many slots are filled with it.  longest: no row has larger, as far as the host
+    knows.
+    """
+
+    keys: Tensor
+    values: Tensor
+    slot: Tensor
+    filled: Tensor
+    longest: int
+
+
+# --- reference -------------------------------------------------------------------------------------------------------
+
+
+def decode_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, step: Step, softcap: float | None, scale: float
+) -> Tensor:
+    """What :func:`decode_attention` computes."""
+    batch, _, heads, dim = q.shape
+    rows = torch.arange(batch, device=q.device)
+    step.keys[rows, step.slot], step.values[rows, step.slot] = k[:, 0], v[:, 0]
+    keys, values = (held[:, : step.longest].transpose(1, 2) for held in (step.keys, step.values))  # [batch, kv, n, dim]
+    mask = torch.arange(keys.shape[2], device=q.device) < step.filled.unsqueeze(1)  # [batch, n]
+    mask = mask[:, None, None]
+    q = q.reshape(batch, keys.shape[1], -1, dim)  # the heads of a group stand as queries of one head
+    if softcap is None:
+        out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, mask, scale=scale)
+    else:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = softcap * torch.tanh((q.to(wide) @ keys.to(wide).transpose(2, 3)) * (scale / softcap))
+        out = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(q.dtype) @ values
+    return out.reshape(batch, 1, heads, dim)
+
+
+# --- Triton kernels --------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["chunk"])
+def _attend(
+    p_q, p_k, p_v, p_keys, p_values, p_slot, p_filled, p_o, p_lse, stride_qb, stride_qh, stride_kb, stride_kh,
+    stride_vb, stride_vh, stride_cb, stride_ct, stride_ch, kv_heads, group, head_dim, chunk, softcap, scale,
+    SPLIT: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One part of one row's slots for the query heads of one key-value head; whose part the new key is in writes it."""
+    b, h, part = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads, tl.program_id(0)
+    filled = tl.load(p_filled + b)
+    start = part * chunk
+    if start < filled:
+        slot = tl.load(p_slot + b)
+        o_g, o_d = tl.arange(0, GROUP), tl.arange(0, BLOCK_D)
+        m_g, m_d = o_g < group, o_d < head_dim
+        base = b.to(tl.int64) * stride_cb + h * stride_ch
+        end = tl.minimum(start + chunk, filled)
+        if (slot >= start) & (slot < end):
+            new = base + slot.to(tl.int64) * stride_ct + o_d
+            tl.store(p_keys + new, tl.load(p_k + b.to(tl.int64) * stride_kb + h * stride_kh + o_d, mask=m_d), mask=m_d)
+            tl.store(
+                p_values + new, tl.load(p_v + b.to(tl.int64) * stride_vb + h * stride_vh + o_d, mask=m_d), mask=m_d
+            )
+            tl.debug_barrier()
+        o_q = b.to(tl.int64) * stride_qb + (h * group + o_g)[:, None] * stride_qh + o_d[None, :]
+        b_q = tl.load(p_q + o_q, mask=m_g[:, None] & m_d[None, :], other=0.0)
+        b_top = tl.full([GROUP], -float("inf"), tl.float32)
+        b_sum = tl.zeros([GROUP], tl.float32)
+        b_o = tl.zeros([GROUP, BLOCK_D], tl.float32)
+        unit = (scale if softcap is None else 1.0) * 1.4426950408889634  # log2(e)
+        for n in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+            o_n = n + tl.arange(0, BLOCK_N)
+            m_n = o_n < end
+            o_c = base + o_n.to(tl.int64)[:, None] * stride_ct + o_d[None, :]
+            mask = m_n[:, None] & m_d[None, :]
+            b_k = tl.load(p_keys + o_c, mask=mask, other=0.0)
+            b_v = tl.load(p_values + o_c, mask=mask, other=0.0)
+            b_s = tl.dot(b_q, b_k.T, input_precision="ieee")
+            if softcap is not None:
+                b_s = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(b_s * (scale / softcap * 2.8853900817779268))))  # tanh
+            b_s = tl.where(m_n[None, :], b_s, -float("inf"))
+            b_new = tl.maximum(b_top, tl.max(b_s, 1) * unit)
+            b_p = tl.exp2(b_s * unit - b_new[:, None])
+            b_fade = tl.exp2(b_top - b_new)
+            b_sum = b_sum * b_fade + tl.sum(b_p, 1)
+            b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o * b_fade[:, None], input_precision="ieee")
+            b_top = b_new
+        b_o = b_o / b_sum[:, None]
+        o_h = b * (kv_heads * group) + h * group + o_g  # of all rows' query heads
+        o_p = o_h * tl.num_programs(0) + part
+        tl.store(
+            p_o + o_p.to(tl.int64)[:, None] * head_dim + o_d[None, :], b_o.to(p_o.dtype.element_ty),
+            mask=m_g[:, None] & m_d[None, :],
+        )  # fmt: skip
+        if SPLIT:
+            tl.store(p_lse + o_p, b_top + tl.log2(b_sum), mask=m_g)
+
+
+@triton.jit(do_not_specialize=["chunk", "splits"])
+def _join(
+    p_parts, p_lse, p_filled, p_o, heads, head_dim, chunk, splits, PARTS: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """One query head of one row from its parts, weighted by their shares of the sum."""
+    head = tl.program_id(0).to(tl.int64)
+    count = tl.cdiv(tl.load(p_filled + head // heads), chunk)
+    o_p, o_d = tl.arange(0, PARTS), tl.arange(0, BLOCK_D)
+    m_p, m_d = o_p < count, o_d < head_dim
+    b_lse = tl.load(p_lse + head * splits + o_p, mask=m_p, other=-float("inf"))
+    b_w = tl.exp2(b_lse - tl.max(b_lse, 0))
+    o_part = (head * splits + o_p)[:, None] * head_dim + o_d[None, :]
+    b_parts = tl.load(p_parts + o_part, mask=m_p[:, None] & m_d[None, :], other=0.0)
+    b_o = tl.sum(b_parts * b_w[:, None], 0) / tl.sum(b_w, 0)
+    tl.store(p_o + head * head_dim + o_d, b_o.to(p_o.dtype.element_ty), mask=m_d)
+
+
+# --- host functions --------------------------------------------------------------------------------------------------
+
+
+def _launch(q: Tensor, k: Tensor, v: Tensor, step: Step, softcap: float | None, scale: float) -> Tensor:
+    batch, _, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    wanted = min(SPLITS, max(1, BUSY // (batch * kv_heads)), triton.cdiv(step.longest, BLOCK))
+    chunk = triton.cdiv(triton.cdiv(step.longest, wanted), BLOCK) * BLOCK
+    splits = triton.cdiv(step.longest, chunk)
+    out = torch.empty((batch, 1, heads, dim), dtype=q.dtype, device=q.device)
+    parts, lse = out, None
+    if splits > 1:
+        parts = torch.empty((batch, heads, splits, dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty((batch, heads, splits), dtype=torch.float32, device=q.device)
+    block_d = triton.next_power_of_2(dim)
+    _attend[(splits, batch * kv_heads)](
+        q, k, v, step.keys, step.values, step.slot, step.filled, parts, lse, q.stride(0), q.stride(2), k.stride(0),
+        k.stride(2), v.stride(0), v.stride(2), *step.keys.stride()[:3], kv_heads, heads // kv_heads, dim, chunk,
+        softcap, scale, SPLIT=splits > 1, GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), BLOCK_D=block_d,
+        BLOCK_N=BLOCK, STAGES=STAGES, num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    if splits > 1:
+        _join[(batch * heads,)](
+            parts, lse, step.filled, out, heads, dim, chunk, splits, PARTS=triton.next_power_of_2(splits),
+            BLOCK_D=block_d, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+# --- public function -------------------------------------------------------------------------------------------------
+
+
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, step: Step, softcap: float | None = None, scale: float | None = None
+) -> Tensor:
+    """Write k, v [batch, 1, kv_heads, head_dim] into the cache and attend with q [batch, 1, heads, head_dim].
+
+    Returns [batch, 1, heads, head_dim] in the dtype of q; not differentiable.
+    """
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    softcap = None if softcap is None else float(softcap)
+    exact = (torch.bfloat16, torch.float16, torch.float32) if INTERPRETED else (torch.bfloat16, torch.float16)
+    alike = q.dtype == k.dtype == v.dtype == step.keys.dtype and max(x.stride(-1) for x in (q, k, v)) == 1
+    if runs_triton(q) and q.dtype in exact and alike and q.shape[-1] <= 256:
+        return _launch(q, k, v, step, softcap, scale)
+    return decode_attention_reference(q, k, v, step, softcap, scale)
