@@ -98,7 +98,7 @@ def check_logits(export: Export, partial: Path) -> None:
         if export.forms:
             with _multiplied(export, export.merged):
                 merged = _logits(model, ids)
-            with _multiplied(export, export.numbers):
+            with _multiplied(export, open_checkpoint(partial).dense):
                 expected = _logits(model, ids)
     finally:
         model.train(training)

@@ -162,10 +162,6 @@ class Export:
         """The weight with the adapter in it, computed from the source."""
         return self.exact(name, self.base(name, self.read(name)))
 
-    def numbers(self, name: str) -> Tensor:
-        """What the value that is written stands for, in fp32."""
-        return dequantize(self.value(name, self.merged(name)), torch.float32)
-
     def expected(self, name: str) -> dict[str, Tensor]:
         """The tensors of a weight, on the CPU, computed from the source."""
         parts = self.parts(name, self.value(name, self.merged(name)))

@@ -353,6 +353,7 @@ def test_a_gguf_source(name: str, even: Tiny, tmp_path: Path) -> None:
     save_merged(model, tmp_path / "merged")
     after = tensors_of(tmp_path / "merged")
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+    assert config_of(tmp_path / "merged")["dtype"] == "bfloat16"
     theirs = reference(tmp_path / "merged")
     noise = off(logits(reference(tmp_path / "merged", torch.bfloat16)), logits(theirs))
     assert off(logits(theirs), logits(model.eval())) < 2 * noise < 0.2
