@@ -28,7 +28,7 @@ from lorarun.nn import Linear, Model
 from lorarun.quant.store import Store
 
 TOKENS = 64  # of the row on which logits are compared
-FACTOR = 2.0  # times the measured noise that logits may be off; 0.2 to 0.9 are seen
+FACTOR = 2.0  # times the measured noise that logits may be off; 0 to 0.9 are seen
 
 
 def progress(what: str, export: Export) -> Any:

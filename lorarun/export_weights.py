@@ -10,8 +10,9 @@ How much of an update survives is measured on what is written: V with it, agains
 
 Neither says it alone.  Where W lies on the grid of the codes, as after training on quantised weights, V₀ is W, and an
 update of less than half a step vanishes: kept is 0, and off is 1.  Where W does not, a small update moves a few weights
-by a whole step each and the others not at all: on average all of it is there, kept is 1, but as so much noise of its
-own as off tells.  What rounding does to the base, with or without an update, is in neither.
+by a whole step each and the others not at all: on average all of it is there, kept is near 1 (above it where many
+weights lie in the middle between two codes), with as much noise of its own as off tells.  What rounding does to the
+base, with or without an update, is in neither.
 """
 
 from __future__ import annotations
