@@ -11,6 +11,7 @@ from lorarun.adapter import save_adapter
 from lorarun.cache import Cache
 from lorarun.data import Batch, batches, supervised
 from lorarun.export import save_merged
+from lorarun.fit import fit
 from lorarun.generate import generate
 from lorarun.gguf import save_gguf
 from lorarun.load import load, load_adapter
@@ -20,7 +21,7 @@ from lorarun.memory import plan
 from lorarun.preview import preview
 from lorarun.publish import push_to_hub
 from lorarun.report import report
-from lorarun.train import evaluate, fit, loss
+from lorarun.train import evaluate, loss
 
 __version__ = "0.1.0"
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lorarun import adapter as adapters
-from lorarun.checkpoint import Checkpoint, fill, open_checkpoint, read_config, stored_names
+from lorarun.checkpoint import VISION, Checkpoint, fill, open_checkpoint, read_config, stored_names
 from lorarun.config import stored_dtype
 from lorarun.gguf_config import gguf_config
 from lorarun.gguf_read import Gguf, open_gguf
@@ -190,12 +190,7 @@ def _stores(
         raise ValueError(f"load: skip names {', '.join(unknown)}, which no module of this model is called.")
     places, _ = stored_names(checkpoint, model.nested)
     packed = {name: checkpoint.packed[place] for name, place in places.items() if place in checkpoint.packed}
-    stored = {
-        name: packed[name].kind
-        if name in packed
-        else f"dense {str(checkpoint.entries[place].dtype).removeprefix('torch.')}"
-        for name, place in places.items()
-    }
+    stored = {name: checkpoint.format(place) for name, place in places.items()}
     projections = [f"{path}.weight" for path, _ in find_targets(model, "all-linear") if not selects(names, path)]
     held = {name: packed[name].store for name in projections if name in packed}
     if bits == 8 and NF4Store in held.values():
@@ -223,6 +218,8 @@ def _say(
     for (kind, after), names in converted.items():
         lossy = "" if after == "dense" else ", which rounds them again"
         print(f"load: stored as {kind}, made {after}{lossy}: {abbreviate(names)}.", file=sys.stderr)
+    if aside := [name for name in checkpoint.entries if name.removeprefix("model.").startswith(VISION)]:
+        print(f"load: {len(aside)} tensors of a vision tower are left aside.", file=sys.stderr)
     if checkpoint.packed and checkpoint.quantised.notice:
         print(f"load: {checkpoint.quantised.notice}.", file=sys.stderr)
     if stores and device.type == "cpu":

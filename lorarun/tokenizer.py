@@ -172,8 +172,11 @@ class Tokenizer:
             return None
         if (size := path.stat().st_size) > MAX_BYTES:
             raise ValueError(f"{path} has {size:,} bytes, and no tokenizer more than {MAX_BYTES:,}: fetch it again.")
+        data = path.read_bytes()
+        if re.search(rb'"continuing_subword_prefix"\s*:\s*"[^"]', data):  # where it does not fit, the package aborts
+            raise ValueError(f"{path} has a continuing_subword_prefix, as no tokenizer of a served family has.")
         try:
-            core = tokenizers.Tokenizer.from_file(str(path))
+            core = tokenizers.Tokenizer.from_buffer(data)
             core.encode("a")  # some files are read, and serve nothing
         except BaseException as error:  # the package raises bare Exception, and panics are not even that
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
@@ -256,6 +259,8 @@ class Tokenizer:
         except TypeError as error:
             got = f"{text!r:.60}, which is no valid Unicode" if isinstance(text, str) else f"a {type(text).__name__}"
             raise ValueError(f"only text can be encoded, got {got}") from error
+        except Exception as error:  # the package's own, which are nothing more
+            raise ValueError(f"the tokenizer in {self.folder} cannot encode {text!r:.60}: {error}") from error
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """The ids of ``text``; with ``bos``, behind exactly one begin token if this tokenizer wants one."""

@@ -245,6 +245,25 @@ def test_loading_leaves_the_mode_and_trains_only_the_adapter(tiny: Tiny, tmp_pat
     unmerge(model)
 
 
+def test_two_adapters_loaded_side_by_side(tiny: Tiny, tmp_path: Path) -> None:
+    """Of other ranks, scales and targets, each as PEFT runs it alone, whichever was on before."""
+    base, expected = tiny("llama3"), {}
+    kinds = {"one": PEFT_CONFIGS["rslora"], "two": PEFT_CONFIGS["layers"]}
+    for name, fields in kinds.items():
+        other = made_by_peft(base, tmp_path / name, **fields)
+        with torch.no_grad():
+            expected[name] = other(input_ids=ids_for(load(base))).logits
+    model = load(base, dtype=torch.float32)
+    plain = logits(model)
+    for name in kinds:
+        load_adapter(model, tmp_path / name, name=name)
+        assert off(logits(model), expected[name]) < 1e-5
+    for name in ("one", None, "two", "one", "two"):
+        use_adapter(model, name)
+        assert off(logits(model), plain if name is None else expected[name]) < 1e-5
+    assert min(off(expected["one"], expected["two"]), off(expected["one"], plain)) > 1e-2
+
+
 def test_saving_by_name(tiny: Tiny, tmp_path: Path) -> None:
     model = load(tiny("llama3"))
     with pytest.raises(ValueError, match="no adapter is active; the model has none: call add_lora"):
