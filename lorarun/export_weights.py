@@ -5,14 +5,15 @@ it) rounded once to its dtype; the same in the codes of a format of few bits; or
 model has it in that format already, the live codes as they are, since codes that are dequantised and quantised again
 are other codes.  Which weights there are is the business of :mod:`lorarun.export_plan`.
 
-How much of an update survives is measured on what is written, V, against the base W that it was learned on:
+How much of an update survives is measured on what is written: V with it, against what would be written without it, V₀.
 
-    kept = ⟨U, V − W⟩ / ⟨U, U⟩     off = |V − (W + U)| / |U|     U = scale · B·A
+    kept = ⟨U, V − V₀⟩ / ⟨U, U⟩     off = |V − V₀ − U| / |U|     U = scale · B·A
 
-Neither says it alone.  Where W lies on the grid of the codes, as after training on quantised weights, an update of less
-than half a step vanishes: kept is 0, and off is 1.  Where W does not, rounding to codes is noise that has nothing to do
-with the update: kept is 1, since all of the update is there on average, however small it is beside that noise, which
-off tells.
+Neither says it alone.  Where W lies on the grid of the codes, as after training on quantised weights, V₀ is W, and an
+update of less than half a step vanishes: kept is 0, and off is 1.  Where W does not, a small update moves a few weights
+by a whole step each and the others not at all: on average all of it is there, kept is near 1 (above it where many
+weights lie in the middle between two codes), with as much noise of its own as off tells.  What rounding does to the
+base, with or without an update, is in neither.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from lorarun.lora import block_of
 from lorarun.merge import merged_bias, merged_weight
 from lorarun.nn import Model
 from lorarun.packing import Form, form_of, parts
-from lorarun.quant.store import Store
+from lorarun.quant.store import NF4Store, Store, dequantize
 from lorarun.trained import changes, with_adapter
 from lorarun.weighted import Weighted
 
@@ -46,12 +47,12 @@ SHARD = 5 * 10**9  # bytes of a file, where the source's files are not kept
 
 
 class Kept(NamedTuple):
-    """What became of an update U on a base W that was written as V: sums of squares (or a product) over weights."""
+    """What became of an update U on a base W: sums of squares (or a product) over weights."""
 
     base: float  # |W|²
     update: float  # |U|²
-    along: float  # ⟨U, V − W⟩
-    away: float  # |V − (W + U)|²
+    along: float  # ⟨U, V − V₀⟩
+    away: float  # |V − V₀ − U|²
 
     @property
     def size(self) -> float:
@@ -65,7 +66,7 @@ class Kept(NamedTuple):
 
     @property
     def off(self) -> float:
-        """All that what was written is wrong by, beside the update."""
+        """What is wrong with the difference that it makes, beside the update."""
         return math.sqrt(self.away / self.update) if self.update else 0.0
 
 
@@ -112,7 +113,6 @@ class Export:
     same: list[str] = field(default_factory=list)  # modules that the adapter does not change
     unlike: list[str] = field(default_factory=list)  # weights whose codes are those of other numbers
     kept: dict[str, Kept] = field(default_factory=dict)  # by the projections' names in the model
-    noise: dict[str, float] = field(default_factory=dict)  # of a weight's numbers by its codes, root mean square
 
     @property
     def form(self) -> Form | None:
@@ -196,10 +196,14 @@ class Export:
         """The tensors that a value is in the file."""
         return parts(name, value, self.dtype_of(name)) if isinstance(value, Store) else {name: value}
 
+    def merged(self, name: str) -> Tensor:
+        """The weight with the adapter in it, computed from the source."""
+        return self.exact(name, self.base(name, self.read(name)))
+
     def expected(self, name: str) -> dict[str, Tensor]:
         """The tensors of a weight, on the CPU, computed from the source."""
-        value = self.value(name, self.exact(name, self.base(name, self.read(name))))
-        return {part: tensor.cpu() for part, tensor in self.parts(name, value).items()}
+        parts = self.parts(name, self.value(name, self.merged(name)))
+        return {part: tensor.cpu() for part, tensor in parts.items()}
 
     def layout(self, name: str) -> dict[str, Tensor]:
         """The same on the meta device, without values."""
@@ -252,31 +256,34 @@ class Export:
         except ValueError:
             self.infinite.append(name)
             return {part: torch.empty_like(tensor, device="cpu") for part, tensor in self.layout(name).items()}
-        made = {part: tensor.cpu() for part, tensor in self.parts(name, value).items()}
         if isinstance(value, Store):
-            numbers = value.dequantize(torch.float32).cpu()
-            self.noise[name] = float((numbers - exact).square().mean().sqrt())
-            if self.noise[name] > FARTHEST * float(exact.square().mean().sqrt()):
+            off = value.dequantize(torch.float32).cpu() - exact
+            if off.square().mean().sqrt() > FARTHEST * exact.square().mean().sqrt():
                 self.unlike.append(name)
         else:
-            numbers = value
             anew = self.merges(name) or name in self.biases or value.dtype != stored.dtype
             if anew and not torch.isfinite(value).all():
                 self.infinite.append(name)
         if self.merges(name):
-            self._measure(name, before, exact, numbers)
-        return made
+            self._measure(name, before, exact, value)
+        return {part: tensor.cpu() for part, tensor in self.parts(name, value).items()}
 
-    def _measure(self, name: str, before: Tensor, exact: Tensor, numbers: Tensor) -> None:
-        update = exact - before
-        if not update.any() or torch.equal(numbers, before.to(numbers.dtype)):
+    def _measure(self, name: str, before: Tensor, exact: Tensor, value: Tensor | Store) -> None:
+        update, held, form = exact - before, self.held.get(name), self.forms.get(name)
+        if form is None:
+            without = before.to(self.dtype_of(name)).to(exact.dtype)
+        elif isinstance(held, form.store) and (isinstance(held, NF4Store) or form_of(held) == form):
+            without = before  # it would have been written as it is
+        else:
+            without = form.encode(before.to(self.model.device)).dequantize(exact.dtype).cpu()
+        change = dequantize(value, exact.dtype).cpu() - without
+        if not update.any() or not change.any():
             self.same.append(name)
-        written = numbers.to(exact.dtype)
         self.kept[self.paths[name]] = Kept(
             float(before.to(exact.dtype).square().sum()),
             float(update.square().sum()),
-            float((update * (written - before)).sum()),
-            float((written - exact).square().sum()),
+            float((update * change).sum()),
+            float((change - update).square().sum()),
         )
 
 

@@ -353,6 +353,7 @@ def test_a_gguf_source(name: str, even: Tiny, tmp_path: Path) -> None:
     save_merged(model, tmp_path / "merged")
     after = tensors_of(tmp_path / "merged")
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+    assert config_of(tmp_path / "merged")["dtype"] == "bfloat16"
     theirs = reference(tmp_path / "merged")
     noise = off(logits(reference(tmp_path / "merged", torch.bfloat16)), logits(theirs))
     assert off(logits(theirs), logits(model.eval())) < 2 * noise < 0.2
@@ -440,13 +441,24 @@ def test_what_is_kept_is_measured_on_what_is_written(
         kept = save_merged(model, tmp_path / "out", bits=bits)
     printed = capsys.readouterr().err
     after = packed.dequantised(tmp_path / "out") if bits < 16 else tensors_of(tmp_path / "out")
+    if bits < 16:  # the same without the adapter
+        idle = small(even("qwen2"), 0.0, bits=held)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            save_merged(idle, tmp_path / "base", bits=bits)
+        without = packed.dequantised(tmp_path / "base")
     assert list(kept) == [path for path, _ in linears(model)]
     rows: dict[str, torch.Tensor] = {}
     for path, linear in linears(model):
         a, b = linear.factors("default")
         w = linear.weight.dequantize(FP32) if held else linear.weight.detach()
         w, u, v = (x.double() for x in (w, 2.0 * (b @ a).detach(), after[f"{path}.weight"]))
-        sums = torch.stack([w.square().sum(), u.square().sum(), (u * (v - w)).sum(), (v - w - u).square().sum()])
+        if held == bits or bits == 16 and not held:
+            plain = w  # its own codes, or numbers of its own dtype
+        else:
+            plain = without[f"{path}.weight"].double()
+        sums = torch.stack([w.square().sum(), u.square().sum(), (u * (v - plain)).sum()])
+        sums = torch.cat([sums, (v - plain - u).square().sum().view(1)])
         # W + U is rounded to fp32 on the way, 1e-7 of W beside U, which is 3 % of it.
         torch.testing.assert_close(torch.tensor(kept[path]).double(), sums, rtol=1e-4, atol=1e-5 * float(sums[1]))
         layer = path.split(".")[2]
@@ -489,27 +501,28 @@ def test_a_flipped_bit_in_codes_or_scales_is_found(
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("mistake", ["another rope", "transposed update", "codes of another weight"])
-def test_logits_unmask_what_codes_cannot_explain(
+@pytest.mark.parametrize("mistake", ["another rope", "not applied", "transposed update", "codes of another weight"])
+def test_codes_do_not_hide_a_mistake(
     mistake: str, bits: int, even: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = adapted(even("llama3"), targets=["q_proj", "o_proj"])
+    """Four bits move logits much farther than a small update does, and still it must not be lost in them."""
+    model = small(even("llama3"), 0.01, targets=["q_proj", "o_proj"])
     if mistake == "another rope":
         right = export._config
         monkeypatch.setattr(export, "_config", lambda job: right(job) | {"rope_parameters": {"rope_theta": 10.0}})
-    elif mistake == "transposed update":
-        merged = export_weights.merged_weight
-        fill_b(model, 1.0)
-
-        def transposes(weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-            return weight.float() + (merged(weight, *rest) - weight.float()).t()
-
-        monkeypatch.setattr(export_weights, "merged_weight", transposes)
-    else:
+    elif mistake == "codes of another weight":
         encode = export_weights.Form.encode
         monkeypatch.setattr(
             export_weights.Form, "encode", lambda form, w: encode(form, w if w.is_meta else w.roll(1, 0))
         )
+    else:
+        merged = export_weights.merged_weight
+
+        def wrong(weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+            update = merged(weight, *rest) - weight.float()
+            return weight.float() + (update.t() if mistake == "transposed update" else 1e-3 * update)
+
+        monkeypatch.setattr(export_weights, "merged_weight", wrong)
     said = "codes of other numbers" if mistake == "codes of another weight" else "answers differently from the live one"
     with pytest.raises(RuntimeError, match=said):
         save_merged(model, tmp_path / "out", bits=bits)
