@@ -299,3 +299,25 @@ def test_patterns_of_tables(tiny: Tiny, tmp_path: Path) -> None:
             assert off(with_adapter(tiny(name), tmp_path / name)(input_ids=ids_for(None)).logits, live) < 1e-5
     with pytest.raises(ValueError, match="name both alike"):
         add_lora(load(tiny("gemma3")), targets=["lm_head", "q_proj"], rank_pattern={"lm_head": 6})
+
+
+@pytest.mark.parametrize("kind", ["copies", "tables", "rows"])
+def test_a_resumed_run_is_the_one_that_was_not_stopped(kind: str, tiny: Tiny, tmp_path: Path) -> None:
+    base = with_text(tiny("llama-tied"), tmp_path / "base")
+    arguments = {"copies": {"modules_to_save": ["norm", "lm_head"]}, "tables": {"targets": ["q_proj", "lm_head"]}}
+    rows = [{"prompt": "quick", "completion": f"<think> fox {i}"} for i in range(12)]
+
+    def made() -> Model:
+        model = load(base, dtype=torch.float32)
+        if kind == "rows":
+            add_tokens(model, NEW)
+        return add_lora(model, r=4, seed=0, **arguments.get(kind, {}))
+
+    how = {"steps": 4, "max_tokens": 32, "lr": 1e-2, "save_every": 2, "keep": 5}
+    whole, resumed = made(), made()
+    fit(whole, rows, tmp_path / "run", **how)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
+    fit(resumed, rows, tmp_path / "run", resume=True, **how)
+    assert all(torch.equal(p, q) for p, q in zip(lora_parameters(whole), lora_parameters(resumed), strict=True))
+    fresh = lora_parameters(made())
+    assert all(not torch.equal(p, q) for p, q in zip(lora_parameters(whole), fresh, strict=True))
