@@ -17,7 +17,6 @@ dtype where that is wider.  Given up: adapters in pickles (``adapter_model.bin``
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import sys
@@ -30,7 +29,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lorarun.headers import Entry, abbreviate, read_header, read_json
+from lorarun.headers import Entry, abbreviate, is_there, read_header, read_json, read_text
 from lorarun.lora import Lora, attach, block_of, check_new, find_targets, selects
 from lorarun.nn import Linear, Model
 
@@ -180,11 +179,17 @@ def load_adapter(
     raw = read_adapter_config(folder)
     lora = _understand(raw, folder)
     parts = _match(model, lora, folder, raw)
-    tensors = []
+    tensors, broken = [], []
     with safetensors.safe_open(folder / WEIGHTS, framework="pt") as file:
         for module, linear, keys in parts:
             a, b = (_own(file.get_tensor(key), linear.weight.device, dtype) for key in keys)
             tensors.append((module, linear, a, b))
+            broken += [key for key, factor in zip(keys, (a, b), strict=True) if not factor.isfinite().all()]
+    if broken:
+        raise ValueError(
+            f"{folder / WEIGHTS} holds NaN or infinity in {len(broken)} tensors: {abbreviate(broken)}. Its training "
+            "failed; take an adapter that was saved before."
+        )
     attach(model, name, lora, tensors)
 
 
@@ -207,13 +212,13 @@ def base_of(path: str | os.PathLike[str]) -> tuple[str, str | None]:
     base, revision = raw.get("base_model_name_or_path"), raw.get("revision")
     if not isinstance(base, str) or not base:
         raise ValueError(f"{Path(path) / CONFIG} names no base model: load the base and pass this folder as adapter=.")
-    return base, None if Path(base).exists() else revision
+    return base, None if os.path.exists(base) else revision
 
 
 def template_of(path: str | os.PathLike[str]) -> str | None:
     """The chat template that was saved with an adapter, if one was."""
     file = Path(path) / "chat_template.jinja"
-    return file.read_bytes().decode("utf-8") if file.is_file() else None  # bytes: reading text would lose its \r\n
+    return read_text(file) if is_there(file) else None
 
 
 def _understand(raw: Mapping[str, Any], folder: Path) -> Lora:
@@ -240,7 +245,7 @@ def _understand(raw: Mapping[str, Any], folder: Path) -> Lora:
     rank, alpha, dropout = raw.get("r", 1), raw.get("lora_alpha", 1), raw.get("lora_dropout") or 0.0
     if not _is(int, rank) or rank < 1:
         wrong.append(f"r is {rank!r}")
-    if not _is(int | float, alpha) or not 0 < alpha < math.inf:
+    if not _is(int | float, alpha) or not 0 < alpha <= 1e30:
         wrong.append(f"lora_alpha is {alpha!r}")
     if not _is(int | float, dropout) or not 0.0 <= dropout < 1.0:
         wrong.append(f"lora_dropout is {dropout!r}")
@@ -310,7 +315,7 @@ def _match(model: Model, lora: Lora, folder: Path, raw: Mapping[str, Any]) -> li
 
 def _entries(folder: Path, problems: list[str]) -> dict[str, Entry]:
     path = folder / WEIGHTS
-    if path.exists():
+    if is_there(path):
         return read_header(path, problems)
     if (folder / PICKLE).exists():
         raise ValueError(

@@ -19,7 +19,6 @@ Given up: pickled checkpoints, and checkpoints that leave tensors out and have a
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from lorarun.headers import (
     Entry,
     abbreviate,
     is_plain_name,
+    is_there,
     read_header,
     read_json,
     read_mapped,
@@ -129,8 +129,6 @@ def read_config(folder: str | Path) -> dict[str, Any]:
             else "expected a folder with config.json and safetensors files, as Hugging Face's save_pretrained writes it"
         )
         raise ValueError(f"{folder} has no config.json; {what}.") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8, or fetch it again.") from None
 
 
 # --- headers and index ---------------------------------------------------------------------------------------------
@@ -184,17 +182,13 @@ def _weight_map(folder: Path, problems: list[str]) -> dict[str, str] | None:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder.")
     single, index = folder / SINGLE, folder / INDEX
-    if not index.exists():
+    if not is_there(index):
         if not single.exists() and not single.is_symlink():
             raise ValueError(f"{folder} has no {SINGLE} and no {INDEX}; {_what_instead(folder)}.")
         return None
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        good = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
-    except (ValueError, KeyError, TypeError, RecursionError):
-        good = False
-    if not good:
-        raise ValueError(f'{index} must be JSON with a "weight_map" from tensor names to file names: fetch it again.')
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f'{index} must have a "weight_map" from tensor names to file names: fetch it again.')
     if not weight_map:
         raise ValueError(f"{index} names no tensors: fetch it again.")
     if single.exists() and SINGLE not in weight_map.values():
@@ -261,8 +255,8 @@ def fill(
     names) may be stored under either name, or under both when they are bit-equal; ``model.tie()`` is called at the end.
 
     Raises one ``ValueError`` that lists every missing, unexpected, mis-shaped or wrong-typed tensor before any is
-    read, and one that lists every tensor that could not be quantised; after that, or an ``OSError`` while reading,
-    the model is unusable.
+    read, and one that lists every tensor that holds NaN or infinity (in ``dtype``, too, where that is narrower); after
+    that, or an ``OSError`` while reading, the model is unusable.
     """
     places, problems = stored_names(checkpoint, nested)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -315,7 +309,7 @@ def _pour(
             problems.append(f"{stored}: {error}")
     if problems:
         raise ValueError(
-            f"These tensors in {checkpoint.folder} cannot be {'loaded' if checkpoint.packed else 'quantised'}:\n"
+            f"These tensors in {checkpoint.folder} cannot be loaded:\n"
             + "\n".join(f"  - {problem}" for problem in problems)
         )
 
@@ -337,6 +331,8 @@ def _weight(
     else:
         ((_, value),) = checkpoint.read([name], mmap)
         value = value.to(device) if store else value.to(device, dtype, copy=mmap)
+    if value.numel() and not all(bound.isfinite() for bound in value.aminmax()):  # one pass, and no copy
+        raise ValueError(f"the weight holds NaN or infinity in {str(value.dtype).removeprefix('torch.')}")
     return store.from_dense(value) if store else nn.Parameter(value, requires_grad=False)
 
 

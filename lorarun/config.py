@@ -12,7 +12,6 @@ silence.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -86,39 +85,52 @@ def _check_rope(rope: dict[str, Any], raw: Mapping[str, Any]) -> None:
     missing = [key for key in ROPE_TYPES[kind] if rope.get(key) is None]
     if missing:
         raise ValueError(f"config.json: rope type {kind!r} needs {', '.join(missing)}, which the file does not have.")
+    if kind == "llama3" and not rope["low_freq_factor"] < rope["high_freq_factor"]:
+        raise ValueError(
+            f"config.json: low_freq_factor {rope['low_freq_factor']} must be below high_freq_factor "
+            f"{rope['high_freq_factor']}."
+        )
 
 
-def _whole(value: Any) -> bool:
-    return type(value) is int and 0 < value < 2**31
-
-
-def _count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**31
+def _whole(low: int, high: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and low <= value <= high
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    """A number that fp32 holds, and its inverse too."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 1e-30 <= value <= 1e30
+
+
+def _base(value: Any) -> bool:
+    return _positive(value) and value > 1
 
 
 def _is(kind: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kind)
 
 
-# What a field may be, where it is there and not null: (names, check, in words).
+# What a field may be, where it is there and not null: (names, check, in words).  The limits lie far beyond any
+# published model; within them a model takes no time or memory to build on the meta device.
+LAYERS, WIDTH, HEADS, MANY = 500, 2**24, 2**16, 2**31 - 1
 FIELDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim", _whole, "from 1 up"),
-    ("max_position_embeddings sliding_window sliding_window_pattern", _whole, "from 1 up"),
-    ("num_hidden_layers max_window_layers", _count, "from 0 up"),
-    ("rms_norm_eps query_pre_attn_scalar rope_theta", _positive, "a positive number"),
-    ("attn_logit_softcapping final_logit_softcapping rope_local_base_freq", _positive, "a positive number"),
+    ("vocab_size max_position_embeddings sliding_window sliding_window_pattern", _whole(1, MANY), f"from 1 to {MANY}"),
+    ("hidden_size intermediate_size", _whole(1, WIDTH), f"from 1 to {WIDTH}"),
+    ("num_attention_heads num_key_value_heads head_dim", _whole(1, HEADS), f"from 1 to {HEADS}"),
+    ("num_hidden_layers", _whole(0, LAYERS), f"from 0 to {LAYERS}"),
+    ("max_window_layers", _whole(0, MANY), f"from 0 to {MANY}"),
+    ("rms_norm_eps query_pre_attn_scalar", _positive, "a positive number"),
+    ("attn_logit_softcapping final_logit_softcapping", _positive, "a positive number"),
+    ("rope_theta rope_local_base_freq", _base, "a number above 1"),
     ("attention_bias mlp_bias tie_word_embeddings use_sliding_window", _is(bool), "true or false"),
     ("model_type hidden_act hidden_activation", _is(str), "a text"),
     ("rope_parameters rope_scaling", _is(dict), "an object"),
     ("layer_types", lambda value: isinstance(value, list) and all(map(_is(str), value)), "a list of texts"),
 )
 ROPE_FIELDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("rope_theta factor low_freq_factor high_freq_factor", _positive, "a positive number"),
-    ("original_max_position_embeddings", _whole, "from 1 up"),
+    ("rope_type type", _is(str), "a text"),
+    ("rope_theta", _base, "a number above 1"),
+    ("factor low_freq_factor high_freq_factor", _positive, "a positive number"),
+    ("original_max_position_embeddings", _whole(1, MANY), f"from 1 to {MANY}"),
     ("beta_fast beta_slow mscale mscale_all_dim attention_factor", _positive, "a positive number"),
     ("factors", lambda value: isinstance(value, list) and all(map(_positive, value)), "a list of positive numbers"),
     ("full_attention sliding_attention", _is(dict), "an object"),
@@ -181,4 +193,9 @@ def build(cls: type[C], fields: Mapping[str, Any]) -> C:
     kinds, count = fields.get("layer_types"), fields.get("num_hidden_layers")
     if "layer_types" in declared and kinds is not None and len(kinds) != count:
         raise ValueError(f"config.json: layer_types has {len(kinds)} entries for num_hidden_layers {count}.")
+    if (head_dim := fields["head_dim"]) % 2 or not 4 <= head_dim <= HEADS:
+        raise ValueError(
+            f"config.json: head_dim is {head_dim} (where it is not given, hidden_size / num_attention_heads), expected "
+            f"an even number from 4 to {HEADS}: rotary embedding turns pairs."
+        )
     return cls(**{name: fields[name] for name in declared if name in fields})

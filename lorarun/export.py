@@ -3,14 +3,14 @@
 The usual way asks the live model for its state and saves it.  Then names, shards, dtypes and everything that the
 decoder does not use (a vision tower) are what the program makes of them, and an adapter that was not applied shows to
 nobody.  Here the source checkpoint is copied: the same shards with the same tensors in the same order, byte for byte,
-except that each projection with an adapter becomes W + scale · B·A, computed in fp32 and rounded once.  One tensor is
-in memory at a time.
+except that each projection with an adapter becomes W + scale · B·A, computed in fp32 and rounded once, and that
+projections become codes of four or eight bits where these are asked for.  One tensor is in memory at a time.
 
 What was written is then read back and compared with what it should be, bit by bit, and a model loaded from it must
 answer as the live one does.  Only after that the folder gets its name; until then it is called ``.<name>.partial``.
 
-Given up: exporting weights that were changed by hand after loading.  They are noticed, since every tensor is compared
-with the live model on the way, and refused.  The price of it all is reading the source twice.
+Given up: exporting weights that were changed by hand after loading.  They are noticed, since every dense tensor is
+compared with the live model on the way, and refused.  The price of it all is reading the source twice.
 """
 
 from __future__ import annotations
@@ -18,77 +18,30 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
-import math
 import os
 import shutil
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor
-from tqdm import tqdm
 
-from lorarun.checkpoint import DENSE, Checkpoint, open_checkpoint, read_config, stored_names
-from lorarun.headers import DTYPES, INDEX, Entry, abbreviate
-from lorarun.load import free_memory, load
-from lorarun.lora import linears, merged_weight
-from lorarun.nn import Linear, Model
-from lorarun.quant.store import Store, dequantize
+from lorarun.checkpoint import read_config
+from lorarun.export_check import check_logits, check_written, progress
+from lorarun.export_weights import FORMS, Export, Kept, prepare, table, total
+from lorarun.gguf_read import Gguf
+from lorarun.gguf_vocab import write_files
+from lorarun.headers import DTYPES, INDEX, abbreviate
+from lorarun.lora import linears
+from lorarun.nn import Model
+from lorarun.packing import quantization_config
 
 COPIED = (".json", ".jinja", ".model", ".txt")  # of the source's small files; LICENSE and NOTICE are copied too
 LEFT = ("adapter_config.json", ".index.json")  # endings of names that are not
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-TOKENS = 64  # of the row on which logits are compared
-KEPT = 0.9  # of an update in 16 bits, below which the user is told
-FACTOR = 2.0  # times the measured noise that logits may be off; 0.2 to 0.9 are seen
-
-
-@dataclass
-class _Export:
-    """What is to be written, and what was noticed on the way.  Names are those of the source."""
-
-    model: Model
-    adapter: str
-    source: Checkpoint
-    original: bool  # whether W is the source's weight even where the live model rounded or quantised it
-    dtype: torch.dtype | None
-    live: dict[str, Tensor]  # the live model's dense weights, without adapter
-    rewritten: dict[str, Linear]  # the projections that have an adapter, or whose weight is another than the source's
-    changed: list[str] = field(default_factory=list)  # live weights that are not the source's
-    infinite: list[str] = field(default_factory=list)  # tensors that the chosen dtype cannot hold
-    same: list[str] = field(default_factory=list)  # projections that the adapter does not change
-    asked: float = 0.0  # |update|², and its product with what is left of it after rounding, over all projections
-    kept: float = 0.0
-
-    def dtype_of(self, entry: Entry) -> torch.dtype:
-        return entry.dtype if self.dtype is None or not entry.dtype.is_floating_point else self.dtype
-
-    def size_of(self, entry: Entry) -> int:
-        """The bytes that a tensor takes as it is written."""
-        return math.prod(entry.shape) * self.dtype_of(entry).itemsize
-
-    def base(self, name: str, stored: Tensor) -> Tensor:
-        """The weight without adapter: as stored, or as the live model has it."""
-        if self.original or name not in self.rewritten:
-            return stored
-        weight = self.rewritten[name].weight
-        return dequantize(weight, torch.float32).cpu() if isinstance(weight, Store) else stored.to(weight.dtype)
-
-    def exact(self, name: str, base: Tensor) -> Tensor:
-        """The weight with the adapter in it, not rounded yet."""
-        return merged_weight(base, self.rewritten[name], self.adapter) if self.merges(name) else base
-
-    def value(self, name: str, stored: Tensor) -> Tensor:
-        """What is written for a stored tensor."""
-        return self.exact(name, self.base(name, stored)).to(self.dtype_of(self.source.entries[name]))
-
-    def merges(self, name: str) -> bool:
-        return name in self.rewritten and self.rewritten[name].active == self.adapter
+KEPT = 0.9  # of an update, below which the user is told
 
 
 def save_merged(
@@ -97,18 +50,27 @@ def save_merged(
     base: str = "dequantized",
     dtype: torch.dtype | None = None,
     bits: int = 16,
-) -> None:
+) -> dict[str, Kept]:
     """Write the model with its active adapter folded in to the new folder ``path``, verified before it appears there.
 
     The model must come from ``load``; its source is read again, tensor by tensor.  Whether the adapter is merged in
     memory makes no difference.  Configuration, tokenizer and generation files are copied, and so is all that the
-    decoder leaves aside of a multimodal checkpoint.
+    decoder leaves aside of a multimodal checkpoint.  Out of a GGUF file come those that a hub would give.
 
     base: by default ("dequantized") W is the weight that the adapter was trained on; where the model was loaded in
     four or eight bits, or in a narrower dtype than the source has, that is the dequantised or rounded one.
-    "original" takes the source's and says how far the logits move.  For others both are the same.  dtype: of all
-    floating-point tensors written (bfloat16, float16, float32); by default each keeps its own.  bits: 16, weights
-    that are not quantised, is what there is.
+    "original" takes the source's and says how far the logits move.  For others both are the same.  A source that is
+    quantised itself (NF4, FP8, GGUF) is its own original, dequantised exactly: the weights that it was made from are
+    not in it, and an adapter was not trained on them.
+    dtype: of all floating-point tensors that are written dense (bfloat16, float16, float32); by default each keeps its
+    own, and those that were quantised get what ``config.json`` or the GGUF file stands for, mostly bfloat16.
+    bits: 16, weights that are not quantised.  4, bitsandbytes NF4 with double quantisation.  8, FP8 e4m3 with a scale a
+    row (compressed-tensors), or in the blocks that the model was loaded in (``fp8``).  Quantised are the projections of
+    the blocks that the model has quantised, all where it has none; everything else stays dense and is named in
+    ``config.json``.
+
+    Returns, by projection, how much of the adapter's update is in what was written (see
+    :mod:`lorarun.export_weights`); with fewer bits than 16 that is printed too, and a warning says where it is little.
 
     Raises ValueError for arguments, a model or a ``path`` that do not allow it, OSError for a full disk, RuntimeError
     when the verification fails; then nothing is left behind.
@@ -117,29 +79,34 @@ def save_merged(
     path = Path(path).resolve()  # a link is followed, and "." has a name
     if path.exists() and (not path.is_dir() or any(path.iterdir()) or os.path.ismount(path) or path == Path.cwd()):
         raise ValueError(f"save_merged: {path} exists already; give a new folder, or delete it first.")
-    export = _prepare(model, base, dtype)
+    export = prepare(model, base, dtype, bits)
     partial = path.absolute().parent / f".{path.absolute().name}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # what a killed run left
     partial.mkdir(parents=True)
     try:
         _check_space(export, partial)
         _write(export, partial)
-        _check_written(export, partial)
-        _check_logits(export, partial)
+        check_written(export, partial)
+        check_logits(export, partial)
         if path.exists():
             path.rmdir()  # empty
         os.replace(partial, path)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    count = sum(map(export.merges, export.rewritten))
-    print(f"save_merged: {path} is complete and verified; {count} projections were merged.", file=sys.stderr)
-    if export.asked and (share := export.kept / export.asked) < KEPT:
+    kept = {module: export.kept[module] for module, _ in linears(model) if module in export.kept}
+    print(f"save_merged: {path} is complete and verified; {len(kept)} projections were merged.", file=sys.stderr)
+    if export.forms:
+        print(f"save_merged: how much of the adapter's update is in it:\n{table(kept)}", file=sys.stderr)
+    if (share := total(kept.values()).share) < KEPT:
+        what, steps = ("requantising", "the codes") if export.forms else ("rounding", "the weights")
+        keeps = "bits=16 (--bits 16) keeps more" if export.forms else "dtype=torch.float32 (--dtype float32) keeps all"
         warnings.warn(
-            f"save_merged: rounding to 16 bits kept {share:.0%} of the adapter's update; the rest is below half a step "
-            "of the weights. dtype=torch.float32 (--dtype float32) keeps all, and so does the adapter itself.",
+            f"save_merged: {what} to {bits} bits kept {share:.0%} of the adapter's update; the rest is below half a "
+            f"step of {steps}. {keeps}, and so does the adapter itself.",
             stacklevel=2,
         )
+    return kept
 
 
 # --- before --------------------------------------------------------------------------------------------------------
@@ -147,8 +114,8 @@ def save_merged(
 
 def _check_arguments(model: Model, base: str, dtype: torch.dtype | None, bits: int) -> None:
     wrong = []
-    if bits != 16:
-        wrong.append(f"bits={bits} is not supported; 16 is")
+    if bits not in (16, *FORMS):
+        wrong.append(f"bits={bits!r} is not supported; 16, 8 and 4 are")
     if base not in ("dequantized", "original"):
         wrong.append(f"base={base!r} is not known; expected 'dequantized' or 'original'")
     if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
@@ -159,40 +126,14 @@ def _check_arguments(model: Model, base: str, dtype: torch.dtype | None, bits: i
         wrong.append(f"no adapter is active; the model has {', '.join(model.adapters) or 'none'}")
     if model.source is None:
         wrong.append("this model was not loaded from a checkpoint")
-    elif model.source.folder.suffix == ".gguf":
-        wrong.append("this model was loaded from a GGUF file, which save_gguf writes again")
     if wrong:
         raise ValueError(f"save_merged: {'; '.join(wrong)}.")
 
 
-def _prepare(model: Model, base: str, dtype: torch.dtype | None) -> _Export:
-    assert model.active is not None
-    source = open_checkpoint(model.source.folder)
-    stored, problems = stored_names(source, model.nested)
-    own = dict(model.named_parameters(remove_duplicate=False))
-    before = {f"{path}.weight": linear.merged[1] for path, linear in linears(model) if linear.merged is not None}
-    live = {file: before.get(name, own[name].detach()) for name, file in stored.items() if name in own}
-    rewritten = {
-        f"{path}.weight": module
-        for path, module in model.named_modules()
-        if isinstance(module, Linear)
-        and (module.active == model.active or (base == "dequantized" and isinstance(module.weight, Store)))
-    }
-    anew = {stored[name]: linear for name, linear in rewritten.items() if name in stored}
-    shapes = {name: weight.shape for name, weight in live.items()}
-    shapes |= {name: linear.weight.shape for name, linear in anew.items()}
-    entries = source.entries
-    if problems or len(anew) < len(rewritten) or any(source.shape(n) != shape for n, shape in shapes.items()):
-        raise ValueError(f"save_merged: {source.folder} is no longer the checkpoint that this model was loaded from.")
-    if any(entries[name].dtype not in DENSE for name in shapes):
-        raise ValueError(f"save_merged: {source.folder} is quantised itself, which is not supported.")
-    return _Export(model, model.active, source, base == "original", dtype, live, anew)
-
-
-def _check_space(export: _Export, partial: Path) -> None:
-    source = export.source
-    needed = sum(map(export.size_of, source.entries.values()))
-    needed += sum(file.stat().st_size for file in _small_files(source.folder)) + 2**20
+def _check_space(export: Export, partial: Path) -> None:
+    needed = sum(part.nbytes for name in export.names for part in export.layout(name).values())
+    needed += sum(file.stat().st_size for file in _small_files(export.source.folder)) + 2**20
+    needed += 256 * export.model.config.vocab_size if isinstance(export.source, Gguf) else 0  # its tokenizer, about
     free = shutil.disk_usage(partial).free
     if needed > free:
         gib = 2**30
@@ -206,98 +147,98 @@ def _check_space(export: _Export, partial: Path) -> None:
 # --- writing -------------------------------------------------------------------------------------------------------
 
 
-def _write(export: _Export, partial: Path) -> None:
+def _write(export: Export, partial: Path) -> None:
     """Write every file into the folder, and note what is wrong with the live model or the values."""
-    source = export.source
-    files: dict[str, list[str]] = {}
-    for name, entry in source.entries.items():
-        files.setdefault(entry.file, []).append(name)
-    with _progress("writing", source) as bar:
+    files = export.files()
+    with progress("writing", export) as bar:
         for file, names in files.items():
             with open(partial / file, "wb") as out:
                 out.write(_header(export, file, names))
                 for name in names:
-                    _write_tensor(export, name, out)
-                    bar.update(source.entries[name].nbytes)
+                    _write_weight(export, name, out)
+                    bar.update(export.source.entries[name].nbytes)
                 out.flush()
                 os.fsync(out.fileno())
     if export.changed:
         raise ValueError(
-            f"save_merged: {len(export.changed)} weights of this model are not those of {source.folder}, which is what "
-            f"is merged: {abbreviate(export.changed)}. Load the model afresh and put the adapter on it."
+            f"save_merged: {len(export.changed)} weights of this model are not those of {export.source.folder}, which "
+            f"is what is merged: {abbreviate(export.changed)}. Load the model afresh and put the adapter on it."
         )
     if export.infinite:
         raise ValueError(f"save_merged: these would not be finite numbers: {abbreviate(export.infinite)}.")
     if export.same:
-        count = f"{len(export.same)} of {sum(map(export.merges, export.rewritten))}"
         warnings.warn(
-            f"save_merged: the adapter leaves {count} projections as they were: {abbreviate(export.same)}. It was not "
-            "trained, or what it learnt is smaller than the dtype can show.",
+            f"save_merged: the adapter leaves {len(export.same)} of {len(export.kept)} projections as they were: "
+            f"{abbreviate(export.same)}. It was not trained, or what it learnt is smaller than the dtype can show.",
             stacklevel=3,
         )
     _write_small_files(export, partial)
+    if len(files) > 1 or (export.source.folder / INDEX).exists():
+        _write_index(export, files, partial)
 
 
-def _header(export: _Export, file: str, names: list[str]) -> bytes:
+def _header(export: Export, file: str, names: list[str]) -> bytes:
     """The first bytes of a shard, with the source's metadata; see :mod:`lorarun.headers` for the format."""
-    with open(export.source.folder / file, "rb") as stream:
-        before = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    header: dict[str, Any] = {"__metadata__": before.get("__metadata__") or {"format": "pt"}}
+    metadata = {"format": "pt"}
+    if (export.source.folder / file).is_file():
+        with open(export.source.folder / file, "rb") as stream:
+            before = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        metadata = before.get("__metadata__") or metadata
+    header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name in names:
-        entry = export.source.entries[name]
-        start, end = end, end + export.size_of(entry)
-        code = CODES[export.dtype_of(entry)]
-        header[name] = {"dtype": code, "shape": list(entry.shape), "data_offsets": [start, end]}
+        for part, tensor in export.layout(name).items():
+            start, end = end, end + tensor.nbytes
+            header[part] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_tensor(export: _Export, name: str, out: BinaryIO) -> None:
-    ((_, stored),) = export.source.read([name])
-    live = export.live.get(name)
-    if live is not None and not torch.equal(stored.to(live.device, live.dtype), live):
-        export.changed.append(name)
-    before = export.base(name, stored)
-    exact = export.exact(name, before)
-    value = exact.to(export.dtype_of(export.source.entries[name])).contiguous()
-    if (export.merges(name) or value.dtype != stored.dtype) and not torch.isfinite(value).all():
-        export.infinite.append(name)
-    if export.merges(name):
-        if torch.equal(value, before.to(value.dtype)):
-            export.same.append(name)
-        update = exact - before
-        export.asked += float(update.square().sum())
-        export.kept += float((update * (value.to(exact.dtype) - before)).sum())
-    if value.numel():
-        out.write((ctypes.c_char * value.nbytes).from_address(value.data_ptr()))
+def _write_weight(export: Export, name: str, out: BinaryIO) -> None:
+    for tensor in export.compute(name).values():
+        if tensor.numel():
+            whole = tensor.contiguous()
+            out.write((ctypes.c_char * whole.nbytes).from_address(whole.data_ptr()))
 
 
 def _small_files(folder: Path) -> Iterator[Path]:
-    """Configuration, tokenizer, templates and licences of a checkpoint's folder."""
-    for file in [*sorted(folder.iterdir()), *sorted(folder.glob("additional_chat_templates/*.jinja"))]:
+    """Configuration, tokenizer, templates and licences of a checkpoint's folder; nothing where it is a file."""
+    listed = folder.iterdir() if folder.is_dir() else ()
+    for file in [*sorted(listed), *sorted(folder.glob("additional_chat_templates/*.jinja"))]:
         wanted = file.name.endswith(COPIED) or file.name.upper().startswith(("LICENSE", "NOTICE"))
         if file.is_file() and wanted and not file.name.endswith(LEFT):
             yield file
 
 
-def _write_small_files(export: _Export, partial: Path) -> None:
+def _write_small_files(export: Export, partial: Path) -> None:
     source = export.source
+    if isinstance(source, Gguf):
+        write_files(source, export.config, partial)
     for file in _small_files(source.folder):
         copy = partial / file.relative_to(source.folder)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
     if export.model.tokenizer is not None:
         export.model.tokenizer.save(partial)  # with the chat template that was named at loading
-    if any(export.dtype_of(entry) != entry.dtype for entry in source.entries.values()):
-        config = _with_dtype(read_config(partial), str(export.dtype).removeprefix("torch."))
+    config = _config(export)
+    if config != read_config(partial):
         _write_json(partial / "config.json", config)
-    if (source.folder / INDEX).exists():
-        index = json.loads((source.folder / INDEX).read_text(encoding="utf-8"))
-        total = sum(map(export.size_of, source.entries.values()))
-        index["metadata"] = {**(index.get("metadata") or {}), "total_size": total}
-        _write_json(partial / INDEX, index)
+
+
+def _config(export: Export) -> dict[str, Any]:
+    """The source's ``config.json``, true of what is written."""
+    config = {key: value for key, value in export.config.items() if key != "quantization_config"}
+    if "quantization_config" in (inner := config.get("text_config") or {}):
+        config["text_config"] = {key: value for key, value in inner.items() if key != "quantization_config"}
+    entries = export.source.entries
+    if any(export.dtype_of(name) != entries[name].dtype for name in export.names if name not in export.source.packed):
+        dtype = export.dtype or max(map(export.dtype_of, export.names), key=lambda dtype: dtype.itemsize)
+        config = _with_dtype(config, str(dtype).removeprefix("torch."))
+    if export.form is not None:
+        dtype = max(map(export.dtype_of, export.forms), key=lambda dtype: dtype.itemsize)
+        config["quantization_config"] = quantization_config(export.form, export.dense_modules(), dtype)
+    return config
 
 
 def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:
@@ -308,117 +249,16 @@ def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:
     }
 
 
+def _write_index(export: Export, files: dict[str, list[str]], partial: Path) -> None:
+    index: dict[str, Any] = {}
+    if (export.source.folder / INDEX).exists():
+        index = json.loads((export.source.folder / INDEX).read_text(encoding="utf-8"))
+    layouts = {file: {k: v for name in names for k, v in export.layout(name).items()} for file, names in files.items()}
+    size = sum(tensor.nbytes for layout in layouts.values() for tensor in layout.values())
+    index["metadata"] = {**(index.get("metadata") or {}), "total_size": size}
+    index["weight_map"] = {part: file for file, layout in layouts.items() for part in layout}
+    _write_json(partial / INDEX, index)
+
+
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _progress(what: str, source: Checkpoint) -> Any:
-    """A bar on stderr over the source's bytes; a line where that is no terminal."""
-    terminal = sys.stderr.isatty()
-    total = sum(entry.nbytes for entry in source.entries.values())
-    if not terminal:
-        print(f"save_merged: {what} {total / 2**20:,.1f} MiB", file=sys.stderr)
-    return tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, disable=not terminal)
-
-
-# --- verification --------------------------------------------------------------------------------------------------
-
-
-def _check_written(export: _Export, partial: Path) -> None:
-    """Read every tensor back and compare its bits with what it should be, computed again from the source."""
-    source, written = export.source, open_checkpoint(partial)
-    wrong = sorted(source.entries.keys() ^ written.entries.keys())
-    with _progress("reading back", source) as bar:
-        for name, got in written.read(source.entries.keys() & written.entries.keys()):
-            ((_, stored),) = source.read([name])
-            expected = export.value(name, stored)
-            if got.dtype != expected.dtype or got.shape != expected.shape or not _same_bits(got, expected):
-                wrong.append(name)
-            bar.update(source.entries[name].nbytes)
-    if wrong:
-        raise RuntimeError(
-            f"save_merged: what was read back is not what was to be written: {abbreviate(wrong)}; nothing is kept. Is "
-            "the disk sound, and was the source left alone meanwhile?"
-        )
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equality that also holds for NaN, and not between 0 and -0."""
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
-
-
-def _check_logits(export: _Export, partial: Path) -> None:
-    """Load what was written and compare its logits with the live model's, on one row of random ids.
-
-    They differ by rounding: merged weights are rounded to the dtype written, and sums are rounded elsewhere.  How far
-    that moves the logits of this very model is measured: the live model runs once more with each projection's output
-    disturbed by noise of one such rounding.  The written model may be off by FACTOR times as much (root mean square).
-    """
-    model = export.model
-    device = _room(export)
-    if device is None:
-        print("save_merged: no memory for a second model, so logits were not compared.", file=sys.stderr)
-        return
-    ids = torch.randint(model.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(0))
-    training = model.training
-    model.eval()
-    try:
-        live = _logits(model, ids)
-        with _noise(export):
-            noisy = _logits(model, ids)
-    finally:
-        model.train(training)
-    if not live.isfinite().all():
-        raise RuntimeError(
-            "save_merged: the live model's logits are not finite (a run that diverged?); nothing is kept."
-        )
-    error = _rms(_logits(load(partial, dtype=model.dtype, device=device), ids) - live)
-    allowed = FACTOR * _rms(noisy - live) + torch.finfo(model.dtype).eps * _rms(live)
-    if export.original and any(isinstance(linear.weight, Store) for linear in export.rewritten.values()):
-        print(f"save_merged: logits differ from the live model's by {error / _rms(live):.2%}.", file=sys.stderr)
-    elif not error <= allowed:
-        raise RuntimeError(
-            f"save_merged: the written model answers differently from the live one (logits are off by {error:.3g}, "
-            f"rounding explains {allowed:.3g}); nothing is kept. Please report this."
-        )
-
-
-@torch.no_grad()
-def _logits(model: Model, ids: Tensor) -> Tensor:
-    with torch.autocast(model.device.type, enabled=False):
-        logits: Tensor = model(ids.to(model.device))
-        return logits.double().cpu()
-
-
-@contextmanager
-def _noise(export: _Export) -> Iterator[None]:
-    """Disturb each projection's output by one rounding, relative to its size: half a unit in the last place of the
-    dtype computed in and, if its weight was written anew, of the dtype written, and what summing in fp32 adds."""
-    generator = torch.Generator().manual_seed(1)
-    entries = export.source.entries
-    written = {linear: torch.finfo(export.dtype_of(entries[name])).eps for name, linear in export.rewritten.items()}
-
-    def disturb(linear: Linear, inputs: Any, y: Tensor) -> Tensor:
-        summing = torch.finfo(torch.float32).eps * math.sqrt(linear.in_features)
-        size = (torch.finfo(y.dtype).eps + written.get(linear, 0.0) + summing) / 2
-        return y + y * (size * torch.randn(y.shape, generator=generator)).to(y)
-
-    hooks = [m.register_forward_hook(disturb) for m in export.model.modules() if isinstance(m, Linear)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _rms(x: Tensor) -> float:
-    return float(x.double().square().mean().sqrt())
-
-
-def _room(export: _Export) -> torch.device | None:
-    """Where a second, dense model can be had: beside the first, else on the host, else nowhere."""
-    numbers = sum(math.prod(entry.shape) for entry in export.source.entries.values())
-    for device in (export.model.device, torch.device("cpu")):
-        if 1.1 * numbers * export.model.dtype.itemsize < free_memory(device):
-            return device
-    return None

@@ -10,7 +10,10 @@ import math
 import re
 from typing import Any
 
+import torch
+
 from lorarun.gguf_read import MODEL_TYPES, PATTERNS, ROPE_FREQS, Gguf, dequantized
+from lorarun.rotary import frequencies
 
 WIDE = {"gemma2": 46, "gemma3": 62}  # layers of the 27B, which scales queries otherwise
 
@@ -56,6 +59,41 @@ def gguf_config(file: Gguf) -> dict[str, Any]:
         return config | {"hidden_act": "silu", "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
     config["hidden_activation"] = "gelu_pytorch_tanh"
     return config if arch == "gemma" else config | _gemma_extras(file, config)
+
+
+def published_config(file: Gguf) -> dict[str, Any]:
+    """The same as programs for Hugging Face checkpoints read it.
+
+    Raises ValueError for rotary factors that are not those of Llama 3.1, the only ones that they have words for.
+    """
+    config = gguf_config(file)
+    kind = config["model_type"].removesuffix("_text").title()
+    return {"architectures": [f"{kind}ForCausalLM"], **config, "rope_scaling": _llama3(file, config)}
+
+
+def _llama3(file: Gguf, config: dict[str, Any]) -> dict[str, Any] | None:
+    """Rotary factors as Llama 3.1's scaling that they were made with: how far between kept and divided a frequency is
+    gives the original context, the longest wavelength the factor; see :func:`lorarun.rotary.frequencies`."""
+    scaling, theta = config["rope_scaling"], config["rope_theta"]
+    if scaling is None or scaling["rope_type"] != "factors":
+        return dict(scaling) if scaling else None
+    sizes = config["head_dim"], config["max_position_embeddings"]
+    plain = frequencies(sizes[0], {"rope_type": "default", "rope_theta": theta}, sizes[1])[0]
+    divided = frequencies(sizes[0], scaling | {"rope_theta": theta}, sizes[1])[0]
+    factor = round(float((plain / divided).max()), 3)
+    kept = (divided / plain - 1 / factor) / (1 - 1 / factor) if factor > 1 else torch.ones_like(plain)
+    between = (kept > 0.01) & (kept < 0.99)
+    original = ((3 * kept + 1) * 2 * math.pi / plain)[between].median() if between.any() else torch.tensor(8192.0)
+    found = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": round(float(original)),
+    }
+    if not torch.allclose(frequencies(sizes[0], found | {"rope_theta": theta}, sizes[1])[0], divided, rtol=1e-4):
+        raise ValueError(f"{file.folder} has rotary factors of its own, which a config.json cannot say.")
+    return found
 
 
 def _gemma_extras(file: Gguf, config: dict[str, Any]) -> dict[str, Any]:

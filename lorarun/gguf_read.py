@@ -42,6 +42,7 @@ NUMBERS = dict(enumerate("u1 i1 u2 i2 u4 i4 f4 ?".split())) | {
     12: "f8",
 }  # value types, numpy's name
 STRING, ARRAY = 8, 9  # the other two
+HEADER = 1 << 25  # bytes of metadata that are read; the largest vocabularies take a quarter, and in Python ten times it
 PATTERNS = {"gemma2": 2, "gemma3": 6}  # every n-th layer sees all, as llama.cpp has it
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -101,11 +102,12 @@ class _Cursor:
     """Reads a header from its beginning; every step is checked against what is left of the file."""
 
     def __init__(self, data: np.ndarray) -> None:
-        self.data, self.at, self.what = data, 0, "the header"
+        self.data, self.at, self.what = data[:HEADER], 0, "the header"
+        self.end = "it ends" if len(data) <= HEADER else f"the first {HEADER >> 20} MiB, which hold any model's, end"
 
     def take(self, count: int) -> bytes:
         if count > len(self.data) - self.at:
-            raise ValueError(f"it ends inside {self.what}")
+            raise ValueError(f"{self.end} inside {self.what}")
         self.at += count
         return self.data[self.at - count : self.at].tobytes()
 
@@ -139,7 +141,7 @@ class _Cursor:
     def left(self, count: int, size: int) -> None:
         """Refuse a count of things of at least ``size`` bytes that cannot be in what is left."""
         if count > (len(self.data) - self.at) // size:
-            raise ValueError(f"it is too short for {self.what}, of which there are to be {count}")
+            raise ValueError(f"{self.end} before {self.what}, of which there are to be {count}")
 
 
 @dataclass(frozen=True)
@@ -268,10 +270,10 @@ def _parse(data: np.ndarray) -> tuple[dict[str, Any], dict[str, Tensor]]:
             raise ValueError(f"it has {key!r:.60} twice")
         cursor.what = f"{key!r:.60}"
         fields[key] = cursor.value(cursor.number("I"))
-    return fields, _parse_tensors(cursor, tensor_count, fields.get("general.alignment", 32))
+    return fields, _parse_tensors(cursor, tensor_count, fields.get("general.alignment", 32), len(data))
 
 
-def _parse_tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, Tensor]:
+def _parse_tensors(cursor: _Cursor, count: int, alignment: Any, size: int) -> dict[str, Tensor]:
     sizes = {int(kind): size for kind, size in library().GGML_QUANT_SIZES.items()}
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"general.alignment is {alignment!r:.40}, expected a power of two")
@@ -287,19 +289,19 @@ def _parse_tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, Ten
         kind, offset = cursor.number("I"), cursor.number("Q")
         if kind not in sizes:
             raise ValueError(f"{name!r:.60} is of type {kind}, which the gguf package does not know: update it")
-        block, size = sizes[kind]
+        block, nbytes = sizes[kind]
         if shape[-1] % block or not all(shape) or offset % alignment:
             raise ValueError(f"{name!r:.60} has shape {list(shape)} and offset {offset}, which its type cannot have")
-        found[name] = Tensor(kind, shape, offset, math.prod(shape) // block * size)
+        found[name] = Tensor(kind, shape, offset, math.prod(shape) // block * nbytes)
     base = -(-cursor.at // alignment) * alignment
     end, previous = 0, "the table"
     for name, tensor in sorted(found.items(), key=lambda item: item[1].start):
         if tensor.start < end:
             raise ValueError(f"the tensors {previous!r:.60} and {name!r:.60} overlap")
         end, previous = tensor.start + tensor.nbytes, name
-    if base + end > len(cursor.data):
-        cut = sum(base + tensor.start + tensor.nbytes > len(cursor.data) for tensor in found.values())
-        raise ValueError(f"it is cut short by {base + end - len(cursor.data)} bytes, in {cut} of its {count} tensors")
+    if base + end > size:
+        cut = sum(base + tensor.start + tensor.nbytes > size for tensor in found.values())
+        raise ValueError(f"it is cut short by {base + end - size} bytes, in {cut} of its {count} tensors")
     return {name: tensor._replace(start=base + tensor.start) for name, tensor in found.items()}
 
 

@@ -3,8 +3,11 @@
 A safetensors file is the header's length (8 bytes, little-endian), the header (JSON: name -> dtype, shape,
 data_offsets counted from the header's end) and the tensors' bytes without gaps. The safetensors library checks this
 too, but it opens one file, stops at the first fault and names neither the file nor the tensor. Here every fault of a
-file becomes a line of text, so that the caller can report those of all files at once. Source of the format: the README
-of the safetensors project. Given up: dtypes of less than a byte, which torch has no tensors for.
+file becomes a line of text, so that the caller can report those of all files at once; the library has the last word.
+The JSON files beside the weights are read here too. Whoever wrote a file may have meant harm: lengths are compared with
+the file's before they are followed, what is no regular file is not opened (a pipe would wait for ever), and JSON is
+bounded in size and depth. Source of the format: the README of the safetensors project. Given up: dtypes of less than a
+byte, which torch has no tensors for, and headers between 4 MiB and the format's limit of 100 MB, which no model has.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Collection
@@ -43,7 +47,8 @@ DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
     "F64": torch.float64,
 }
-MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
+MAX_JSON = 1 << 22  # bytes of a header, index or configuration: several times any real one; it takes 20 times as many
+MAX_DEPTH = 64  # of lists and objects in each other; deeper ones exhaust the stack of whoever prints or compares them
 CHUNK = 1 << 24  # bytes compared at once
 LFS_POINTER = b"version https://git-lfs"
 
@@ -74,7 +79,7 @@ def read_header(path: Path, problems: list[str]) -> dict[str, Entry]:
             first = stream.read(max(8, len(LFS_POINTER)))
             length = int.from_bytes(first[:8], "little")
             stream.seek(8)
-            text = stream.read(length) if 8 < length <= min(size - 8, MAX_HEADER) else b""
+            text = stream.read(length) if 8 < length <= min(size - 8, MAX_JSON) else b""
     except OSError as error:
         problems.append(f"{path.name} cannot be read ({error.strerror})")
         return {}
@@ -82,12 +87,14 @@ def read_header(path: Path, problems: list[str]) -> dict[str, Entry]:
         problems.append(f"{path.name} is empty")
     elif first.startswith(LFS_POINTER):
         problems.append(f"{path.name} is a git-lfs pointer, not the weights (run `git lfs pull`)")
+    elif MAX_JSON < length <= size - 8:
+        problems.append(f"{path.name} claims a header of {length} bytes; that of a model has no more than {MAX_JSON}")
     elif not text:
         problems.append(f"{path.name} has {size} bytes and claims a header of {length}: cut short, or not safetensors")
     if not text or first.startswith(LFS_POINTER):
         return {}
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+        header = _shallow(json.loads(text.decode("utf-8"), object_pairs_hook=_unique))
     except (ValueError, RecursionError) as error:
         problems.append(f"{path.name} has a corrupt header: {error}")
         return {}
@@ -103,7 +110,7 @@ def read_header(path: Path, problems: list[str]) -> dict[str, Entry]:
         problems.append(f"{path.name} has a corrupt header: {'; '.join(faults[:8])}")
         return dict(entries)
     entries.sort(key=lambda item: (item[1].start, item[1].end))
-    problem = _layout_problem(entries, 8 + length, size)
+    problem = _layout_problem(entries, 8 + length, size) or _library_problem(path)
     if problem:
         problems.append(f"{path.name} {problem}")
     return dict(entries)
@@ -150,18 +157,77 @@ def _layout_problem(entries: list[tuple[str, Entry]], base: int, size: int) -> s
     return f"has {size - end} bytes after its last tensor" if size > end else None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.  Raises FileNotFoundError where there is none, ValueError for anything else."""
-    text = path.read_text(encoding="utf-8-sig")
-    if text.startswith(LFS_POINTER.decode()):
-        raise ValueError(f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull` there.")
+def _library_problem(path: Path) -> str | None:
+    """What the library, which reads the tensors, has against a file that seems good: metadata that is no text, say."""
     try:
-        value = json.loads(text)
+        with safetensors.safe_open(path, framework="pt"):
+            return None
+    except (safetensors.SafetensorError, OSError) as error:
+        return f"has a corrupt header: {error}"
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is a file of this name.  Raises ValueError for what is there and is not the file: a folder, a pipe,
+    a dangling link, a git-lfs pointer."""
+    if path.is_file():
+        with open(path, "rb") as stream:
+            if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise ValueError(f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull` there.")
+        return True
+    if path.exists():
+        raise ValueError(f"{path} is a {'folder' if path.is_dir() else 'pipe or device'}, expected a file.")
+    if path.is_symlink():
+        raise ValueError(f"{path} is a dangling link to {os.readlink(path)}: fetch the file again.")
+    return False
+
+
+def read_text(path: Path) -> str:
+    """A small text file as it stands, line ends too.  Raises FileNotFoundError where there is none, ValueError for
+    what :func:`is_there` refuses, for more than ``MAX_JSON`` bytes and for what is not UTF-8."""
+    if not is_there(path):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    with open(path, "rb") as stream:
+        data = stream.read(MAX_JSON + 1)
+    if len(data) > MAX_JSON:
+        raise ValueError(f"{path} has more than the {MAX_JSON:,} bytes that a file of its kind can have.")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8, or fetch it again.") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, with or without a byte-order mark; a name may be there twice if its values are equal.
+
+    Raises FileNotFoundError where there is no file, ValueError for anything else.
+    """
+    text = read_text(path).removeprefix("\ufeff")
+    try:
+        value = _shallow(json.loads(text, object_pairs_hook=_consistent))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}): fetch it again.") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got a {type(value).__name__}.")
     return value
+
+
+def _shallow(value: Any) -> Any:
+    """The value itself.  Raises ValueError where lists and objects are nested beyond ``MAX_DEPTH``."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [item for items in inner for item in items]
+        if not level:
+            return value
+    raise ValueError(f"lists and objects are nested more than {MAX_DEPTH} deep")
+
+
+def _consistent(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs, of which none may contradict another."""
+    found = dict(pairs)
+    if len(found) < len(pairs) and (twice := [name for name, value in pairs if value != found[name]]):
+        raise ValueError(f"it has two values for {abbreviate(twice)}")
+    return found
 
 
 def is_plain_name(file: str) -> bool:

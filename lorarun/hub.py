@@ -17,7 +17,6 @@ from __future__ import annotations
 import difflib
 import errno
 import glob
-import json
 import os
 import re
 import sys
@@ -28,7 +27,7 @@ from typing import NamedTuple
 import huggingface_hub
 import huggingface_hub.errors as errors
 
-from lorarun.headers import INDEX, SINGLE, abbreviate, is_plain_name
+from lorarun.headers import INDEX, SINGLE, abbreviate, is_plain_name, read_json
 
 TIMEOUT = 10.0  # seconds until the hub must have answered a question, as huggingface_hub has it for a file's metadata
 ADAPTER = "adapter_model.safetensors"
@@ -100,8 +99,8 @@ def _resolve(
     name: str | os.PathLike[str], revision: str | None, adapter: bool, check: Callable[[Path], object] | None
 ) -> Source:
     text = os.fspath(name)
-    path = Path(text).expanduser()
-    if not text or not path.exists():
+    path = Path(os.path.expanduser(text))
+    if not text or not os.path.exists(path):  # which is False, and no error, for names that no file can have
         repo = _repo(text)
         folder = _fetch(repo, revision, adapter, check)
         return Source(text, folder, repo, folder.name)
@@ -191,13 +190,11 @@ def _choose(repo: str, files: list[str], adapter: bool) -> tuple[list[str], str]
 
 def _shards(index: Path) -> list[str]:
     """The files that an index names."""
-    try:
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        if files and all(is_plain_name(file) for file in files):
-            return files
-    except (ValueError, KeyError, TypeError, AttributeError):
-        pass
-    raise ValueError(f'{index} must be JSON with a "weight_map" from tensor names to names of files beside it.')
+    weight_map = read_json(index).get("weight_map")
+    files = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not files or not all(isinstance(file, str) and is_plain_name(file) for file in files):
+        raise ValueError(f'{index} must have a "weight_map" from tensor names to names of files beside it.')
+    return sorted(set(files))
 
 
 # --- fetching ------------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def load(
             raise type(error)(f"{error} ({where}; another base: load(BASE, adapter={str(adapter)!r})") from error
     source = source._replace(folder=source.folder.absolute())  # the working folder may change before it is read again
     folder = None if adapter is None else resolve_adapter(adapter).folder
-    if source.folder.is_file():
+    if not source.folder.is_dir():
         checkpoint: Checkpoint = (file := open_gguf(source.folder))
         raw = gguf_config(file)
     else:
@@ -105,16 +105,17 @@ def load(
     model.asked = {"bits": bits, "dtype": dtype}
     _check_fits(model, dtype, place, stores)
     _say(checkpoint, model.stored, stores, place)
+    if folder is not None and template is None:
+        template = adapters.template_of(folder)
+    if isinstance(checkpoint, Gguf):
+        model.tokenizer = _unpacked_tokenizer(checkpoint, raw, template)
+    else:
+        model.tokenizer = Tokenizer.load(source.folder, template=template)
     model.requires_grad_(False).eval()
     fill(model, checkpoint, dtype, place, mmap, model.nested, stores)
     model.source = source
     if folder is not None:
         adapters.load_adapter(model, folder)
-        template = adapters.template_of(folder) if template is None else template
-    if isinstance(checkpoint, Gguf):
-        model.tokenizer = _unpacked_tokenizer(checkpoint, raw, template)
-    else:
-        model.tokenizer = Tokenizer.load(source.folder, template=template)
     return model.eval()
 
 
@@ -152,6 +153,7 @@ def _check_config(folder: Path) -> None:
         raw = read_config(folder)
         with torch.device("meta"):
             build_model(raw)
+        stored_dtype(raw)
         read_scheme(raw)
 
 

@@ -37,7 +37,7 @@ from jinja2.visitor import NodeTransformer
 
 MAX_CHARACTERS = 2**24  # of one rendered conversation
 MAX_BITS = 2**13  # of a product of whole numbers
-MAX_ITERATIONS = 10**6  # of all the loops of one render together
+MAX_ITERATIONS = 2 * 10**5  # of all the loops of one render together
 
 # Short templates of our own for base checkpoints that have none: the text, and the control tokens that it needs.
 NAMED: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -27,7 +27,7 @@ from typing import Any
 
 import tokenizers
 
-from lorarun.headers import read_json
+from lorarun.headers import is_there, read_json, read_text
 from lorarun.template import NAMED, Message, Span, Template, check_messages
 
 FILES = (
@@ -42,13 +42,14 @@ FILES = (
     "chat_template.json",
     "generation_config.json",
 )
+MAX_BYTES = 1 << 28  # of tokenizer.json; the largest of a served model has 33 MB
 TEMPLATES_FOLDER = "additional_chat_templates"
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 def _read(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``, or {} when there is no such file."""
-    return read_json(path) if path.is_file() else {}
+    return read_json(path) if is_there(path) else {}
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -78,17 +79,15 @@ def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         elif stored is not None:
             raise ValueError(f"chat_template in {folder} must be a text, or a list of {{name, template}}, both texts")
     own = folder / "chat_template.jinja"
-    for path in [*sorted((folder / TEMPLATES_FOLDER).glob("*.jinja")), *([own] if own.is_file() else [])]:
-        # Decoded from bytes: a text file read the usual way would lose its \r\n.
-        try:
-            found["default" if path == own else path.stem] = path.read_bytes().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8, or fetch it again.") from None
+    for path in [*sorted((folder / TEMPLATES_FOLDER).glob("*.jinja")), *([own] if is_there(own) else [])]:
+        found["default" if path == own else path.stem] = read_text(path)
     return found
 
 
 def _as_ids(value: Any) -> list[int]:
-    return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int)]
+    """The token ids in a field; -1 is some writers' word for none."""
+    items = value if isinstance(value, list) else [value]
+    return [item for item in items if type(item) is int and 0 <= item < 2**31]
 
 
 def configs(folder: Path) -> list[dict[str, Any]]:
@@ -169,11 +168,16 @@ class Tokenizer:
         """
         folder = Path(folder)
         path = folder / "tokenizer.json"
-        if not path.is_file():
+        if not is_there(path):
             return None
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise ValueError(f"{path} has {size:,} bytes, and no tokenizer more than {MAX_BYTES:,}: fetch it again.")
         try:
             core = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises bare Exception
+            core.encode("a")  # some files are read, and serve nothing
+        except BaseException as error:  # the package raises bare Exception, and panics are not even that
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
             raise ValueError(f"{path} cannot be read by tokenizers {tokenizers.__version__}: {error}") from error
         core.no_truncation()
         core.no_padding()

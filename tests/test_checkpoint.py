@@ -150,7 +150,8 @@ def test_an_index_cannot_reach_outside_its_folder(tmp_path: Path, file: str) -> 
 @pytest.mark.parametrize("text", ["", "[]", '{"weight_map": []}', '{"weight_map": {"w": 3}}', '{"metadata": {}}'])
 def test_an_index_that_is_none_says_so(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ValueError, match=r'index\.json must be JSON with a "weight_map"'):
+    says = r'index\.json (is not valid JSON|must hold a JSON object|must have a "weight_map" from)'
+    with pytest.raises(ValueError, match=says):
         open_checkpoint(tmp_path)
 
 

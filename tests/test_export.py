@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,44 +17,21 @@ import pytest
 import torch
 import toy
 import transformers
-from peft_side import FAMILIES, PROJECTIONS, fill_b, ids_for, off, reference, with_adapter
+from hub_server import HubServer
+from merging import adapted, leftovers, logits, same_bits, tensors_of
+from peft_side import FAMILIES, PROJECTIONS, fill_b, off, reference, with_adapter
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from lorarun import export
+from lorarun import export, export_check, export_weights
 from lorarun.adapter import save_adapter
 from lorarun.export import save_merged
 from lorarun.headers import INDEX, read_header
 from lorarun.load import load
 from lorarun.lora import adapters_disabled, add_lora, lora_parameters, merge, use_adapter
-from lorarun.nn import Model
 
 Tiny = Callable[[str], Path]
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        out = model(ids_for(model))
-    return out if isinstance(out, torch.Tensor) else out.logits
-
-
-def adapted(folder: Path, dtype: torch.dtype = torch.float32, **arguments: Any) -> Model:
-    model = add_lora(load(folder, dtype=dtype), **({"r": 4, "alpha": 8, "seed": 0} | arguments))
-    fill_b(model)
-    return model
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {k: v for file in sorted(folder.glob("model*.safetensors")) for k, v in load_file(file).items()}
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def leftovers(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 # --- what is written -----------------------------------------------------------------------------------------------
@@ -261,7 +239,7 @@ def test_refusals(tiny: Tiny, tmp_path: Path) -> None:
     model = adapted(tiny("llama3"), targets=["q_proj"])
     out = tmp_path / "merged"
     for arguments, message in (
-        ({"bits": 4}, "bits=4 is not supported; 16 is"),
+        ({"bits": 2}, "bits=2 is not supported; 16, 8 and 4 are"),
         ({"base": "nf4"}, "base='nf4' is not known; expected 'dequantized' or 'original'"),
         ({"dtype": torch.int8}, "dtype=torch.int8 is not supported"),
     ):
@@ -406,14 +384,14 @@ def test_logits_unmask_a_wrong_merge(
 
         monkeypatch.setattr(export, "_write_small_files", spoils_config)
     else:
-        right = export.merged_weight
+        right = export_weights.merged_weight
 
         def wrong(weight: torch.Tensor, *rest: Any) -> torch.Tensor:
             update = right(weight, *rest) - weight.float()
             factor = {"not applied": 1e-3, "half as strong": 0.5, "transposed": 1.0}[mistake]
             return weight.float() + factor * (update.t() if mistake == "transposed" else update)
 
-        monkeypatch.setattr(export, "merged_weight", wrong)
+        monkeypatch.setattr(export_weights, "merged_weight", wrong)
     with pytest.raises(RuntimeError, match="answers differently from the live one"):
         save_merged(model, tmp_path / "merged")
     assert not leftovers(tmp_path)
@@ -422,7 +400,7 @@ def test_logits_unmask_a_wrong_merge(
 def test_without_memory_for_a_second_model_it_says_so(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(export, "free_memory", lambda device: 1000.0)
+    monkeypatch.setattr(export_check, "free_memory", lambda device: 1000.0)
     save_merged(adapted(tiny("llama3"), targets=["q_proj"]), tmp_path / "merged")
     assert "no memory for a second model, so logits were not compared" in capsys.readouterr().err
     assert load(tmp_path / "merged")
@@ -437,7 +415,7 @@ def test_an_interruption_leaves_nothing(tiny: Tiny, tmp_path: Path, monkeypatch:
     def stop(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    for step in ("_write_tensor", "_write_small_files", "_check_written", "_check_logits"):
+    for step in ("_write_weight", "_write_small_files", "check_written", "check_logits"):
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(export, step, stop)
             save_merged(model, tmp_path / "merged")
@@ -449,29 +427,66 @@ import os, signal, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from lorarun import export
+from lorarun.export import save_merged
 from lorarun.load import load
 from lorarun.lora import add_lora
 
 model = add_lora(load(Path(sys.argv[1])), targets=["q_proj"], seed=0)
-for step in ("_header", "_write_tensor", "_write_small_files", "_check_written", "_check_logits"):
-    if os.fork() == 0:
-        setattr(export, step, lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
-        export.save_merged(model, Path(sys.argv[2]) / step)
-    os.wait()
+model.model.layers[0].self_attn.q_proj.factors("default")[1].data.fill_(0.1)
+folder, bits, how = sys.argv[2], int(sys.argv[3]), sys.argv[4]
+CHANGES = ("os.mkdir", "os.rmdir", "os.remove", "os.rename", "shutil.copyfile")
+
+def run(stop, out):
+    seen = 0
+    def watch(event, arguments):
+        nonlocal seen
+        changes = event in CHANGES or event == "open" and arguments[1] and set(arguments[1]) & set("wxa+")
+        there = event == "os.mkdir" and os.path.isdir(arguments[0])  # which mkdir(exist_ok=True) forgives
+        if changes and folder in str(arguments[:2]) and not there:
+            seen += 1
+            if seen == stop:
+                if how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise OSError(28, "No space left on device")
+    sys.addaudithook(watch)
+    try:
+        save_merged(model, out, bits=bits)
+    except OSError:
+        os._exit(3)
+    os._exit(0)
+
+for stop in range(1, 100):
+    out = Path(folder) / str(stop)
+    if stop % 2:
+        out.mkdir()  # an empty folder may be there before
+    if not (child := os.fork()):
+        run(stop, out)
+    if os.waitpid(child, 0)[1] == 0:
+        break
+print(stop)
 """
 
 
-@pytest.mark.filterwarnings("ignore:save_merged. the adapter leaves")
-def test_a_kill_leaves_nothing_under_the_final_name(tiny: Tiny, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", KILLED, tiny("llama3"), tmp_path], cwd=ROOT, check=True)
-    names = leftovers(tmp_path)
-    assert names == sorted(
-        f".{step}.partial"
-        for step in ("_header", "_write_tensor", "_write_small_files", "_check_written", "_check_logits")
-    )
-    save_merged(adapted(tiny("llama3")), tmp_path / "_check_logits")  # and the next run is not hindered by what is left
-    assert "._check_logits.partial" not in leftovers(tmp_path) and load(tmp_path / "_check_logits")
+@pytest.mark.parametrize("how", ["kill", "no room"])
+@pytest.mark.parametrize(("name", "bits"), [("qwen3-sharded", 16), ("llama-tied", 4)])
+def test_the_folder_is_whole_or_not_there_wherever_it_ends(
+    name: str, bits: int, how: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    """Killed, or out of disk, at every file that is opened for writing and every name that is made or changed."""
+    command = [sys.executable, "-W", "ignore", "-c", KILLED, tiny(name), tmp_path, str(bits), how]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    last = int(done.stdout.split()[-1])
+    files = len(leftovers(tiny(name))) - 1  # without the reference
+    assert last >= files + 3  # the folder, its files, its name, and then it ends by itself
+    for stop in range(1, last):
+        out = tmp_path / str(stop)
+        assert not out.exists() or not leftovers(out), stop
+    assert leftovers(tmp_path / str(last)) == [n for n in leftovers(tiny(name)) if n != "reference.safetensors"]
+    partial = [name for name in leftovers(tmp_path) if name.startswith(".")]
+    assert (len(partial) >= last - 2) if how == "kill" else not partial
+    for stop in (1, last - 1):
+        save_merged(adapted(tiny("llama3")), tmp_path / str(stop))  # the next run is not hindered by what is left
+        assert load(tmp_path / str(stop)) and f".{stop}.partial" not in leftovers(tmp_path)
 
 
 # --- the script ----------------------------------------------------------------------------------------------------
@@ -498,6 +513,40 @@ def test_the_script(tiny: Tiny, tmp_path: Path) -> None:
     assert done.stderr.strip().endswith("one exists already; give a new folder, or delete it first.")
 
 
+def test_the_script_in_few_bits_and_onto_the_hub(
+    hub: HubServer, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    model = adapted(tiny("qwen3"), bits=4)
+    save_adapter(model, tmp_path / "adapter")
+
+    def run(out: str, *arguments: str) -> None:
+        script = str(ROOT / "scripts" / "export.py")
+        monkeypatch.setattr("sys.argv", [script, str(tmp_path / "adapter"), str(tmp_path / out), *arguments])
+        runpy.run_path(script, run_name="__main__")
+
+    run("eight", "--load-bits", "4", "--bits", "8")
+    save_merged(model, tmp_path / "here", bits=8)
+    file = "model.safetensors"
+    assert (tmp_path / "eight" / file).read_bytes() == (tmp_path / "here" / file).read_bytes()
+    run("original", "--load-bits", "4", "--original")
+    save_merged(model, tmp_path / "there", base="original")
+    assert (tmp_path / "original" / file).read_bytes() == (tmp_path / "there" / file).read_bytes()
+    assert (tmp_path / "original" / file).read_bytes() != (tmp_path / "here" / file).read_bytes()
+    assert not hub.requests  # nothing is asked of the hub, still less given to it
+    run("four", "--bits", "4", "--push", "me/merged")
+    repo = hub.repos["me/merged"]
+    pushed = repo.commits[repo.refs["main"]]
+    assert repo.private and pushed[file] == (tmp_path / "four" / file).read_bytes()
+    assert json.loads(pushed["config.json"])["quantization_config"]["load_in_4bit"]
+    assert hub.url in capsys.readouterr().out
+    for out, wrong in (("a", ["--push", "merged"]), ("a.gguf", ["--bits", "4"]), ("a.gguf", ["--push", "me/merged"])):
+        with pytest.raises(SystemExit) as caught:
+            run(out, *wrong)
+        assert caught.value.code == 2
+    assert not (tmp_path / "a").exists()
+
+
 @pytest.mark.gpu
 def test_on_an_accelerator(tiny: Tiny, tmp_path: Path) -> None:
     for dtype in (torch.bfloat16, torch.float32):
@@ -506,3 +555,8 @@ def test_on_an_accelerator(tiny: Tiny, tmp_path: Path) -> None:
         save_merged(model, tmp_path / str(dtype))
     files = [(tmp_path / str(dtype) / "model.safetensors").read_bytes() for dtype in (torch.bfloat16, torch.float32)]
     assert files[0] == files[1]
+    for bits in (4, 8):  # codes are the same wherever they are made
+        save_merged(model, tmp_path / f"gpu-{bits}", bits=bits)
+        save_merged(adapted(tiny("qwen3"), r=4, alpha=16), tmp_path / f"cpu-{bits}", bits=bits)
+        gpu, cpu = (tensors_of(tmp_path / f"{where}-{bits}") for where in ("gpu", "cpu"))
+        assert all(same_bits(gpu[name], cpu[name]) or "absmax" in name or "quant_state" in name for name in cpu)

@@ -211,7 +211,7 @@ def test_adapter_repos(hub: HubServer, tmp_path: Path) -> None:
         ),
         (
             SHARDED | {"model.safetensors.index.json": b'{"weight_map": {"w": "../../other/model.safetensors"}}'},
-            r'must be JSON with a "weight_map" from tensor names to names of files beside it',
+            r'must have a "weight_map" from tensor names to names of files beside it',
         ),
     ],
 )

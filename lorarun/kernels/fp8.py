@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lorarun.kernels.backend import converts_fp8, runs_triton, tl, triton
@@ -43,6 +44,20 @@ def fp8_quantize_reference(w: Tensor) -> FP8:
     absmax = x.abs().amax(1, keepdim=True).clamp(min=TINY) if x.shape[1] else x.new_full((x.shape[0], 1), TINY)
     largest = torch.full_like(absmax, LARGEST)  # torch divides by and into a Python number in two roundings
     return FP8((x * (largest / absmax)).to(torch.float8_e4m3fn), absmax / largest, (1, w.shape[1]))
+
+
+def fp8_quantize_blocks(w: Tensor, block: tuple[int, int]) -> FP8:
+    """Encode ``w`` [rows, cols] as :func:`fp8_quantize` does, with a scale for each block.
+
+    Plain torch on every device: only an export of weights that came in blocks needs it.
+    """
+    x, (bm, bn) = w.detach().float(), block
+    (rows, cols), (high, wide) = x.shape, (-(-x.shape[0] // bm), -(-x.shape[1] // bn))
+    blocks = F.pad(x, (0, wide * bn - cols, 0, high * bm - rows)).view(high, bm, wide, bn)
+    absmax = blocks.abs().amax((1, 3)).clamp(min=TINY)
+    largest = torch.full_like(absmax, LARGEST)
+    codes = (blocks * (largest / absmax)[:, None, :, None]).view(high * bm, wide * bn)[:rows, :cols]
+    return FP8(codes.to(torch.float8_e4m3fn), absmax / largest, block)
 
 
 def fp8_dequantize_reference(parts: Sequence[FP8], out: Tensor) -> Tensor:

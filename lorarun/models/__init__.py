@@ -30,9 +30,9 @@ def build_model(raw: Mapping[str, Any]) -> Model:
         fields.setdefault("model_type", "gemma3_text")
     check_types(fields)
     kind = fields.get("model_type")
-    if kind not in FAMILIES or (raw.get("model_type") not in FAMILIES and raw.get("model_type") != "gemma3"):
+    if kind not in FAMILIES or raw.get("model_type") not in (*FAMILIES, "gemma3"):
         raise ValueError(
-            f"model_type {raw.get('model_type')!r} is not supported; supported are {', '.join(FAMILIES)}, "
+            f"config.json: model_type {raw.get('model_type')!r} is not supported; supported are {', '.join(FAMILIES)}, "
             "and gemma3's text model."
         )
     config, family = FAMILIES[kind]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorarun.kernels.fp8 import FP8, fp8_dequantize, fp8_quantize
+from lorarun.kernels.fp8 import FP8, fp8_dequantize, fp8_quantize, fp8_quantize_blocks
 from lorarun.kernels.nf4 import NESTED, NF4, check_block, nf4_dequantize, nf4_quantize
 
 
@@ -175,10 +175,10 @@ class FP8Store(Store):
         self._hold(codes=codes.contiguous().view(torch.uint8), scale=scale.detach().float().reshape(grid))
 
     @classmethod
-    def from_dense(cls, w: Tensor) -> FP8Store:
-        part = fp8_quantize(w)
+    def from_dense(cls, w: Tensor, block: tuple[int, int] | None = None) -> FP8Store:
+        part = fp8_quantize(w) if block is None else fp8_quantize_blocks(w, block)
         _check_finite(part.scale)
-        return cls(part.codes, part.scale)
+        return cls(part.codes, part.scale, block)
 
     def part(self) -> FP8:
         """What the kernels take."""

@@ -9,7 +9,14 @@ from kernels.checks import poison
 
 from lorarun.kernels import fp8
 from lorarun.kernels.backend import tl, triton
-from lorarun.kernels.fp8 import FP8, fp8_dequantize, fp8_dequantize_reference, fp8_quantize, fp8_quantize_reference
+from lorarun.kernels.fp8 import (
+    FP8,
+    fp8_dequantize,
+    fp8_dequantize_reference,
+    fp8_quantize,
+    fp8_quantize_blocks,
+    fp8_quantize_reference,
+)
 
 SHAPES = [(1, 1), (3, 7), (5, 64), (1, 63), (129, 100), (200, 300), (4, 20000)]
 
@@ -56,6 +63,26 @@ def test_blocks_follow_the_formula(block):
     back = fp8_dequantize([FP8(codes, scale, block)], torch.float32)
     for i, j in ((0, 0), (127, 127), (128, 128), (199, 299), (63, 256), (64, 48)):
         assert back[i, j] == codes[i, j].float() * scale[i // block[0], j // block[1]]
+
+
+@pytest.mark.parametrize("block", [(128, 128), (64, 64), (16, 48), (1, 300), (512, 512)])
+def test_blocks_come_back_within_half_a_step(block):
+    """Each number is held against the scale of its block; blocks at the edges are partial, or larger than all."""
+    w = weight((200, 300))
+    part = fp8_quantize_blocks(w, block)
+    assert part.scale.shape == (-(-200 // block[0]), -(-300 // block[1]))
+    back = fp8_dequantize([part], torch.float32)
+    for i in range(part.scale.shape[0]):
+        for j in range(part.scale.shape[1]):
+            rows, cols = (slice(n * size, (n + 1) * size) for n, size in zip((i, j), block, strict=True))
+            largest = w[rows, cols].abs().max()
+            torch.testing.assert_close(part.scale[i, j], largest.clamp(min=fp8.TINY) / 448, rtol=1e-6, atol=0)
+            bound = (w[rows, cols].abs() / 16).maximum(part.scale[i, j] * 2.0**-10) * (1 + 1e-5)
+            assert ((back[rows, cols] - w[rows, cols]).abs() <= bound).all()
+    if block == (1, 300):
+        assert same(part, fp8_quantize(w))
+    w[3, 7] = float("nan")
+    assert (~torch.isfinite(fp8_quantize_blocks(w, block).scale)).sum() == 1
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

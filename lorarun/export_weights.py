@@ -1,0 +1,300 @@
+"""What a merged checkpoint holds in the place of each of its source's weights, and how much of the update is in it.
+
+A weight of the result is one of these: the source's, byte for byte; W + scale · B·A rounded once to its dtype; the same
+in the codes of a format of few bits; or, where nothing was merged and the live model has it in that format already, the
+live codes as they are, since codes that are dequantised and quantised again are other codes.
+
+How much of an update survives is measured on what is written, V, against the base W that it was learned on:
+
+    kept = ⟨U, V − W⟩ / ⟨U, U⟩     off = |V − (W + U)| / |U|     U = scale · B·A
+
+Neither says it alone.  Where W lies on the grid of the codes, as after training on quantised weights, an update of less
+than half a step vanishes: kept is 0, and off is 1.  Where W does not, rounding to codes is noise that has nothing to do
+with the update: kept is 1, since all of the update is there on average, however small it is beside that noise, which
+off tells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lorarun.checkpoint import Checkpoint, open_checkpoint, read_config, stored_names
+from lorarun.config import stored_dtype
+from lorarun.gguf_config import published_config
+from lorarun.gguf_read import Gguf, open_gguf
+from lorarun.lora import block_of, find_targets, merged_weight
+from lorarun.nn import Linear, Model
+from lorarun.packing import Form, form_of, parts
+from lorarun.quant.store import FP8Store, NF4Store, Store
+
+FORMS = {4: Form(NF4Store, 64, True), 8: Form(FP8Store, None)}
+# Nearest codes are off by less than this share of the weights (root mean square).  The worst for NF4 in blocks of 64:
+# one is 1 and 63 numbers just become 0, 0.0398: 0.30.  FP8 has 2⁻⁴.
+FARTHEST = 0.4
+SHARD = 5 * 10**9  # bytes of a file, where the source's files are not kept
+
+
+class Kept(NamedTuple):
+    """What became of an update U on a base W that was written as V: sums of squares (or a product) over weights."""
+
+    base: float  # |W|²
+    update: float  # |U|²
+    along: float  # ⟨U, V − W⟩
+    away: float  # |V − (W + U)|²
+
+    @property
+    def size(self) -> float:
+        """The update beside the weights."""
+        return math.sqrt(self.update / self.base) if self.base else 0.0
+
+    @property
+    def share(self) -> float:
+        """How much of the update is in what was written: 1, all of it; 0, nothing."""
+        return self.along / self.update if self.update else 1.0
+
+    @property
+    def off(self) -> float:
+        """All that what was written is wrong by, beside the update."""
+        return math.sqrt(self.away / self.update) if self.update else 0.0
+
+
+def total(values: Iterable[Kept]) -> Kept:
+    """Several projections as one."""
+    return Kept(*map(sum, zip(Kept(0.0, 0.0, 0.0, 0.0), *values, strict=True)))
+
+
+def table(kept: Mapping[str, Kept]) -> str:
+    """By layer, how much of the updates is in what was written."""
+    rows: dict[str, list[Kept]] = {}
+    for path, value in kept.items():
+        block = block_of(path)
+        rows.setdefault(path if block is None else str(block), []).append(value)
+    lines = ["layer   update/weights   kept   off/update"]
+    for name, values in [*rows.items(), ("all", list(kept.values()))]:
+        one = total(values)
+        lines.append(f"{name:>5} {one.size:>16.3%} {one.share:>6.0%} {one.off:>11.2f}x")
+    return "\n".join(lines)
+
+
+@dataclass
+class Export:
+    """What is to be written, and what was noticed on the way.  Names are those of the source."""
+
+    model: Model
+    adapter: str
+    source: Checkpoint
+    config: dict[str, Any]  # the source's
+    original: bool  # whether W is the source's weight even where the live model rounded or quantised it
+    dtype: torch.dtype | None  # asked for
+    names: list[str]  # of the weights to be written, in file order
+    live: dict[str, Tensor]  # the live model's dense weights, without adapter
+    linears: dict[str, Linear]
+    paths: dict[str, str]  # what they are called in the model
+    held: dict[str, Store]  # those quantised weights of the live model that are W
+    forms: dict[str, Form]  # of what is written in few bits
+    changed: list[str] = field(default_factory=list)  # live weights that are not the source's
+    infinite: list[str] = field(default_factory=list)  # weights that the chosen format cannot hold
+    same: list[str] = field(default_factory=list)  # projections that the adapter does not change
+    unlike: list[str] = field(default_factory=list)  # weights whose codes are those of other numbers
+    kept: dict[str, Kept] = field(default_factory=dict)  # by the projections' names in the model
+    noise: dict[str, float] = field(default_factory=dict)  # of a weight's numbers by its codes, root mean square
+
+    @property
+    def form(self) -> Form | None:
+        """The format of what is written in few bits; its NF4 weights may differ in their blocks."""
+        return next(iter(self.forms.values()), None)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype of a weight that is written dense."""
+        entry = self.source.entries[name]
+        if name in self.source.packed or isinstance(self.source, Gguf):
+            return self.dtype or stored_dtype(self.config) or self.source.dtype
+        return entry.dtype if self.dtype is None or not entry.dtype.is_floating_point else self.dtype
+
+    def read(self, name: str) -> Tensor:
+        """The source's weight on the CPU: as stored, or dequantised exactly, in fp32."""
+        if name in self.source.packed:
+            return self.source.dense(name)
+        ((_, stored),) = self.source.read([name])
+        return stored
+
+    def merges(self, name: str) -> bool:
+        return name in self.linears and self.linears[name].active == self.adapter
+
+    def as_it_is(self, name: str) -> bool:
+        """Whether a weight is written in the codes that it has."""
+        held = self.held.get(name)
+        return held is not None and not self.merges(name) and form_of(held) == self.forms.get(name)
+
+    def base(self, name: str, stored: Tensor) -> Tensor:
+        """The weight without adapter: as stored, or as the live model has it."""
+        if name in self.held:
+            return self.held[name].dequantize(torch.float32).cpu()
+        if self.original or not self.merges(name):
+            return stored
+        weight = self.linears[name].weight
+        assert isinstance(weight, Tensor)
+        return stored.to(weight.dtype)
+
+    def exact(self, name: str, base: Tensor) -> Tensor:
+        """The weight with the adapter in it, not rounded yet."""
+        return merged_weight(base, self.linears[name], self.adapter) if self.merges(name) else base
+
+    def value(self, name: str, exact: Tensor) -> Tensor | Store:
+        """What is written of it.  Raises ValueError for numbers that have no code."""
+        if name not in self.forms:
+            return exact.to(self.dtype_of(name)).contiguous()
+        if self.as_it_is(name):
+            return self.held[name]
+        return self.forms[name].encode(exact.to(self.model.device))
+
+    def parts(self, name: str, value: Tensor | Store) -> dict[str, Tensor]:
+        """The tensors that a value is in the file."""
+        return parts(name, value, self.dtype_of(name)) if isinstance(value, Store) else {name: value}
+
+    def expected(self, name: str) -> dict[str, Tensor]:
+        """The tensors of a weight, on the CPU, computed from the source."""
+        value = self.value(name, self.exact(name, self.base(name, self.read(name))))
+        return {part: tensor.cpu() for part, tensor in self.parts(name, value).items()}
+
+    def layout(self, name: str) -> dict[str, Tensor]:
+        """The same on the meta device, without values."""
+        shape = self.source.shape(name)
+        if name not in self.forms:
+            return {name: torch.empty(shape, dtype=self.dtype_of(name), device="meta")}
+        if self.as_it_is(name):
+            return {part: tensor.to("meta") for part, tensor in self.parts(name, self.held[name]).items()}
+        return self.parts(name, _blank(self.forms[name], shape))
+
+    def files(self) -> dict[str, list[str]]:
+        """File -> the weights in it: the source's files, or new ones where weights come out of packed ones."""
+        files: dict[str, list[str]] = {}
+        if not self.source.packed and not isinstance(self.source, Gguf):
+            for name in self.names:
+                files.setdefault(self.source.entries[name].file, []).append(name)
+            return files
+        shards: list[list[str]] = [[]]
+        size = 0
+        for name in self.names:
+            nbytes = sum(tensor.nbytes for tensor in self.layout(name).values())
+            if shards[-1] and size + nbytes > SHARD:
+                shards.append([])
+                size = 0
+            shards[-1].append(name)
+            size += nbytes
+        if len(shards) == 1:
+            return {"model.safetensors": shards[0]}
+        return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+    def dense_modules(self) -> set[str]:
+        """The modules with matrices that are written dense, by every name that other programs may have for them."""
+        found = {"lm_head"}
+        for name in self.names:
+            module, _, leaf = name.rpartition(".")
+            if name not in self.forms and leaf == "weight" and len(self.source.shape(name)) == 2:
+                found.update(_spellings(module) if self.model.nested else [module])
+        return found
+
+    def compute(self, name: str) -> dict[str, Tensor]:
+        """The tensors of a weight on the CPU; what is to be said about it is noted."""
+        stored, live = self.read(name), self.live.get(name)
+        if live is not None and not torch.equal(stored.to(live.device, live.dtype), live):
+            self.changed.append(name)
+        before = self.base(name, stored)
+        exact = self.exact(name, before)
+        try:
+            value = self.value(name, exact)
+        except ValueError:
+            self.infinite.append(name)
+            return {part: torch.empty_like(tensor, device="cpu") for part, tensor in self.layout(name).items()}
+        made = {part: tensor.cpu() for part, tensor in self.parts(name, value).items()}
+        if isinstance(value, Store):
+            numbers = value.dequantize(torch.float32).cpu()
+            self.noise[name] = float((numbers - exact).square().mean().sqrt())
+            if self.noise[name] > FARTHEST * float(exact.square().mean().sqrt()):
+                self.unlike.append(name)
+        else:
+            numbers = value
+            if (self.merges(name) or value.dtype != stored.dtype) and not torch.isfinite(value).all():
+                self.infinite.append(name)
+        if self.merges(name):
+            self._measure(name, before, exact, numbers)
+        return made
+
+    def _measure(self, name: str, before: Tensor, exact: Tensor, numbers: Tensor) -> None:
+        update = exact - before
+        if not update.any() or torch.equal(numbers, before.to(numbers.dtype)):
+            self.same.append(name)
+        written = numbers.to(exact.dtype)
+        self.kept[self.paths[name]] = Kept(
+            float(before.to(exact.dtype).square().sum()),
+            float(update.square().sum()),
+            float((update * (written - before)).sum()),
+            float((written - exact).square().sum()),
+        )
+
+
+@cache
+def _blank(form: Form, shape: tuple[int, ...]) -> Store:
+    """A store on the meta device; a model has few shapes, and many weights of each."""
+    return form.encode(torch.empty(shape, device="meta"))
+
+
+def _spellings(module: str) -> list[str]:
+    """A module of a multimodal checkpoint as older and newer files, transformers and vLLM call it."""
+    inner = module.removeprefix("model.")
+    if not inner.startswith("language_model."):
+        return [inner, f"model.{inner}"]
+    text = inner.removeprefix("language_model.").removeprefix("model.")
+    return [f"language_model.model.{text}", f"model.language_model.{text}"] if text != "lm_head" else [inner, text]
+
+
+def prepare(model: Model, base: str, dtype: torch.dtype | None, bits: int) -> Export:
+    """Open the source again and decide what is written.  Raises ValueError where it is another one than was loaded."""
+    assert model.active is not None
+    folder = model.source.folder
+    if folder.is_file():
+        source: Checkpoint = (file := open_gguf(folder))
+        config = published_config(file)
+    else:
+        source, config = open_checkpoint(folder), read_config(folder)
+    stored, problems = stored_names(source, model.nested)
+    modules = {f"{path}.weight": m for path, m in model.named_modules() if isinstance(m, Linear)}
+    own: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    own |= {name: linear.merged[1] for name, linear in modules.items() if linear.merged is not None}
+    live = {place: own[name].detach() for name, place in stored.items() if name in own}
+    linears = {stored[name]: linear for name, linear in modules.items() if name in stored}
+    lost = [name for name, linear in modules.items() if linear.active == model.active and name not in stored]
+    shapes = {name: weight.shape for name, weight in live.items()}
+    shapes |= {name: linear.weight.shape for name, linear in linears.items()}
+    if problems or lost or any(source.shape(name) != shape for name, shape in shapes.items()):
+        raise ValueError(f"save_merged: {folder} is no longer the checkpoint that this model was loaded from.")
+    original = base == "original"
+    held = {name: m.weight for name, m in linears.items() if isinstance(m.weight, Store)}
+    if original:  # where the source's codes were taken as they are, they are the same
+        held = {n: s for n, s in held.items() if n in source.packed and source.packed[n].store is type(s)}
+    names = [name for name in source.in_file_order(source.entries) if name not in source.quantised.beside]
+    paths = {place: name.removesuffix(".weight") for name, place in stored.items()}
+    export = Export(model, model.active, source, config, original, dtype, names, live, linears, paths, held, {})
+    if bits in FORMS:
+        blocks = [stored[f"{path}.weight"] for path, _ in find_targets(model, "all-linear")]
+        _choose(export, FORMS[bits], blocks)
+    return export
+
+
+def _choose(export: Export, form: Form, blocks: list[str]) -> None:
+    """Which of the blocks' projections are written in few bits, those that were, else all; and how."""
+    stores = {n: w for n in blocks if isinstance(w := export.linears[n].weight, Store)}
+    if form.store is FP8Store and len(found := {w.block for w in stores.values() if isinstance(w, FP8Store)}) == 1:
+        form = form._replace(block=found.pop())
+    for name in list(stores) or [n for n in blocks if n in export.source.packed] or blocks:
+        held = export.held.get(name)
+        keeps = isinstance(held, NF4Store) and form.store is NF4Store and not export.merges(name)
+        export.forms[name] = form_of(held) if keeps and held is not None else form
