@@ -106,7 +106,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(self.weight, Store):
             h = x.to(_autocast_dtype(x))
-            few = few_projected(h.flatten(0, -2), (self,), [Branch(self.out_features)])
+            few = few_projected(h.reshape(-1, h.shape[-1]), (self,), [Branch(self.out_features)])
             bias = None if self.bias is None else self.bias.to(h.dtype)
             y: Tensor = _StoredLinear.apply(h, self.weight, bias) if few is None else few.view(*x.shape[:-1], -1)
         else:
