@@ -136,7 +136,9 @@ def _decode(
         raise ValueError(f"generate: the cache holds {cache.capacity} tokens a row; prompt and answer take {wanted}.")
     limit = dynamic_limit(model)
     if len(rows) > 1 and limit is not None and max(len(row.prompt) for row in rows) + max_new_tokens > limit:
-        raise ValueError(f"generate: beyond {limit} tokens the length changes this model's rotation, and rows go alone.")
+        raise ValueError(
+            f"generate: beyond {limit} tokens the length changes this model's rotation, and rows go alone."
+        )
     for i, row in enumerate(rows):
         made_by = model.active if mixed is None else row.adapter
         if made_by != cache.adapters[i]:

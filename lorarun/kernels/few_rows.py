@@ -471,7 +471,7 @@ def few_rows(
     """x [rows, in] with up to three weights side by side → [rows, Σ out], or with ``act`` act(first) · second.
 
     biases [out] or None and branches as in :class:`lorarun.kernels.lora.Branch` for each weight; residual [rows, Σ out]
-    is added at the end.  Not differentiable.  flag: int32 [2], zeros, which no other launch uses; made where it is None.
+    is added at the end.  Not differentiable.  flag: int32 [2], zeros, which no other launch uses; made if None.
     Bytes moved: codes and scales once, A and B once.
     """
     if serves(x, weights, biases, branches):

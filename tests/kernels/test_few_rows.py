@@ -7,13 +7,15 @@ and 1e-4 in fp32.
 
 from __future__ import annotations
 
+import importlib
+import signal
 from typing import Any
 
 import pytest
 import torch
 from kernels.checks import poison
 
-from lorarun.kernels.backend import reference
+from lorarun.kernels.backend import INTERPRETED, reference
 from lorarun.kernels.few_rows import Stored, dequantized, few_rows, serves
 from lorarun.kernels.fp8 import FP8, fp8_quantize
 from lorarun.kernels.gated import ACTIVATIONS
@@ -110,6 +112,31 @@ def test_half_precision(device: Any, dtype: torch.dtype) -> None:
         pytest.skip("the interpreter's products of bf16 are not the GPU's")
     check(device, 2, 256, [48, 16], "nf4", [4, 4], dtype=dtype)
     check(device, 2, 256, [48, 16], "fp8", [4, 4], dtype=dtype)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU cannot be told where to begin")
+def test_programs_may_begin_in_any_order(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Last to first, one at a time: nobody waits for one that has not begun."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    builder, total = interpreter.interpreter_builder, []
+    begin, limits = builder.set_grid_idx, builder.set_grid_dim
+
+    def note(x: int, y: int, z: int) -> None:
+        total[:] = [x]
+        limits(x, y, z)
+
+    def stuck(*_: Any) -> None:
+        raise TimeoutError("programs wait for each other")
+
+    monkeypatch.setattr(builder, "set_grid_dim", note)
+    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: begin(total[0] - 1 - x, y, z))
+    before = signal.signal(signal.SIGALRM, stuck)
+    signal.alarm(120)
+    try:
+        check(device, 2, 128, [48, 16], "nf4", [4, 2])
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.gpu
