@@ -147,6 +147,41 @@ def test_real_shapes(device: Any, rows: int) -> None:
     check(device, rows, 2560, [10240, 10240], "fp8", [16, 16], act="gelu_pytorch_tanh", dtype=torch.bfloat16)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 9, 33, 63])
+@pytest.mark.parametrize("kind", ["nf4", "nf4-single", "nf4-128", "fp8", "fp8-blocks"])
+def test_odd_sizes(device: Any, rows: int, kind: str) -> None:
+    """Rows that fill no tile, weights whose last rows fill none, columns that fill no round of the loop."""
+    how: Any = dict(kind=kind, dtype=torch.bfloat16)
+    check(device, rows, 1152, [1024, 256, 256], ranks=[16, 0, 5], **how)  # gemma3 1B
+    check(device, rows, 896, [4864, 4864], ranks=[8, 8], act="silu", bias=True, **how)  # qwen2.5 0.5B
+    check(device, rows, 6912, [1152], ranks=[64], residual=True, **how)
+    check(device, rows, 640, [1007, 13], ranks=[0, 0], bias=True, **how)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["nf4", "fp8"])
+def test_the_same_launch_again_and_again(device: Any, kind: str) -> None:
+    """More programs than a GPU holds, two thousand times, on two streams at once: none waits for ever, all agree, and
+    a row's bits do not depend on what stands beside it."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 1024, generator=generator).to(device, torch.bfloat16)
+    weights = [stored(n, 1024, device, kind, i) for i, n in enumerate((14336, 14336))]
+    branches = [branch(14336, 1024, 64, device, i) for i in range(2)]
+    first = few_rows(x, weights, [None] * 2, branches, None, "silu")
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    others = torch.zeros_like(wrong)
+    for i in range(1000):
+        wrong += (few_rows(x, weights, [None] * 2, branches, None, "silu") != first).sum()
+        with torch.cuda.stream(beside):
+            rows = 1 + i % 8
+            others += (few_rows(x[:rows], weights, [None] * 2, branches, None, "silu") != first[:rows]).sum()
+    torch.cuda.synchronize()
+    assert int(wrong) == int(others) == 0
+
+
 def test_what_others_serve(device: Any) -> None:
     """Rows that are no whole number of blocks, more rows, other dtypes: the reference."""
     x = torch.randn(2, 160, device=device)
