@@ -179,7 +179,18 @@ def few_projected(
 ) -> Tensor | None:
     """:func:`lorarun.kernels.few_rows.few_rows` of stored weights for x [rows, in]; None where that does not serve:
     more rows, dense weights, gradients."""
-    if torch.is_grad_enabled() or not 0 < len(x) <= ROWS or not runs_triton(x):
+    weights = None if torch.is_grad_enabled() else few_stored(x, linears, branches)
+    if weights is None:
+        return None
+    flag = None
+    if any(branch.rank for branch in branches):
+        flag = next(decide("flags", lambda: _flags(x.device)))
+    return few_rows(x, weights, [linear.bias for linear in linears], branches, residual, act, flag)
+
+
+def few_stored(x: Tensor, linears: Sequence[Linear], branches: Sequence[Branch]) -> list[Stored] | None:
+    """The weights of a product of few rows x [rows, in] as its kernel takes them; None where that does not serve."""
+    if not 0 < len(x) <= ROWS or not runs_triton(x):
         return None
     weights = []
     for linear in linears:
@@ -187,13 +198,7 @@ def few_projected(
             return None
         block = linear.weight.block if isinstance(linear.weight, NF4Store) else 0
         weights.append(Stored(linear.weight.part(), linear.out_features, linear.in_features, block))
-    biases = [linear.bias for linear in linears]
-    if not serves(x, weights, biases, branches):
-        return None
-    flag = None
-    if any(branch.rank for branch in branches):
-        flag = next(decide("flags", lambda: _flags(x.device)))
-    return few_rows(x, weights, biases, branches, residual, act, flag)
+    return weights if serves(x, weights, [linear.bias for linear in linears], branches) else None
 
 
 def _flags(device: torch.device) -> Iterator[Tensor]:

@@ -167,7 +167,13 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, step: Step, softcap: float | None, 
     return out
 
 
-# --- public function -------------------------------------------------------------------------------------------------
+# --- public functions ------------------------------------------------------------------------------------------------
+
+
+def serves(q: Tensor) -> bool:
+    """Whether the kernels take queries [..., head_dim] like these; the reference serves the others."""
+    exact = (torch.bfloat16, torch.float16, torch.float32) if INTERPRETED else (torch.bfloat16, torch.float16)
+    return runs_triton(q) and q.dtype in exact and q.shape[-1] <= 256
 
 
 def decode_attention(
@@ -179,8 +185,7 @@ def decode_attention(
     """
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     softcap = None if softcap is None else float(softcap)
-    exact = (torch.bfloat16, torch.float16, torch.float32) if INTERPRETED else (torch.bfloat16, torch.float16)
     alike = q.dtype == k.dtype == v.dtype == step.keys.dtype and max(x.stride(-1) for x in (q, k, v)) == 1
-    if runs_triton(q) and q.dtype in exact and alike and q.shape[-1] <= 256:
+    if serves(q) and alike:
         return _launch(q, k, v, step, softcap, scale)
     return decode_attention_reference(q, k, v, step, softcap, scale)
