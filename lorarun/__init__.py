@@ -11,16 +11,19 @@ from lorarun.adapter import save_adapter
 from lorarun.cache import Cache
 from lorarun.data import Batch, batches, supervised
 from lorarun.export import save_merged
+from lorarun.fit import fit
 from lorarun.generate import generate
 from lorarun.gguf import save_gguf
 from lorarun.load import load, load_adapter
 from lorarun.logprobs import logprobs
-from lorarun.lora import adapters_disabled, add_lora, lora_parameters, merge, unmerge, use_adapter
+from lorarun.lora import adapters_disabled, add_lora, lora_parameters, use_adapter
 from lorarun.memory import plan
+from lorarun.merge import combine_adapters, merge, unmerge
 from lorarun.preview import preview
 from lorarun.publish import push_to_hub
 from lorarun.report import report
-from lorarun.train import evaluate, fit, loss
+from lorarun.tokens import add_tokens, train_all
+from lorarun.train import evaluate, loss
 
 __version__ = "0.1.0"
 
@@ -29,7 +32,9 @@ __all__ = [
     "Cache",
     "adapters_disabled",
     "add_lora",
+    "add_tokens",
     "batches",
+    "combine_adapters",
     "evaluate",
     "fit",
     "generate",
@@ -47,6 +52,7 @@ __all__ = [
     "save_gguf",
     "save_merged",
     "supervised",
+    "train_all",
     "unmerge",
     "use_adapter",
 ]

@@ -2,10 +2,9 @@
 
 A folder holds ``adapter_config.json`` and ``adapter_model.safetensors``, with the tensors named as PEFT names them, so
 that an adapter trained here runs wherever PEFT's do, and the other way round.  PEFT itself is lenient when it reads:
-tensors that fit nothing are dropped, missing ones stay as they were initialised, and a configuration field that it does
-not know is ignored.  An adapter read that way runs, only not as it was trained.  So reading is strict here: the tensors
-must be exactly those that the configuration promises, and a field that would change the arithmetic and is not supported
-is an error that names it.
+tensors that fit nothing are dropped, and missing ones stay as they were initialised.  An adapter read that way runs,
+only not as it was trained.  So reading is strict here: the tensors must be exactly those that the configuration
+(:mod:`lorarun.adapter_config`) promises.
 
 Files are replaced, never rewritten: a process killed in the middle of saving leaves the old adapter, or (when the
 configuration changed too) a folder without ``adapter_config.json``, which nothing takes for an adapter.
@@ -29,35 +28,39 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lorarun.headers import Entry, abbreviate, is_there, read_header, read_json, read_text
-from lorarun.lora import Lora, attach, block_of, check_new, find_targets, selects
+from lorarun.adapter_config import (
+    CONFIG,
+    config_fields,
+    read_adapter_config,
+    selected,
+    stored_name,
+    translate,
+    understand,
+)
+from lorarun.headers import Entry, abbreviate, is_there, read_header, read_text
+from lorarun.lora import attach, biased, check_new, find_targets, linears
 from lorarun.nn import Linear, Model
+from lorarun.options import Lora
+from lorarun.quant.store import NF4Store
+from lorarun.tokens import adopt, beyond_the_base
+from lorarun.trained_files import Beside, beside_tensors, other_tables, take, understand_beside
 
-CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # PEFT's two wrappers around the model
-KEY = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])(\.[^.]+)?\.weight")  # some writers keep the adapter's name
+# What a file holds of a projection, and what it is to `Linear.attach`; some writers keep the adapter's name.
+PARTS = {
+    "lora_A.weight": "a",
+    "lora_B.weight": "b",
+    "lora_B.bias": "b_bias",
+    "lora_magnitude_vector": "magnitude",
+    "base_layer.bias": "bias",
+}
+KEY = re.compile(
+    r"(?P<module>.+?)\.(?:(?P<matrix>lora_[AB])(?:\.[^.]+)?\.(?P<leaf>weight|bias)|"
+    r"(?P<vector>lora_magnitude_vector)(?:\.[^.]+)?(?:\.weight)?|(?:base_layer\.)?(?P<bias>bias))"
+)
 # What may stand in front of `layers.` in a text model's module names, plain, multimodal, compiled or distributed.
 WRAPPERS = {"base_model", "model", "language_model", "module", "_orig_mod"}
-
-# Fields of adapter_config.json: what is read; what says nothing about the arithmetic (megatron_core and
-# qalora_group_size only serve megatron_config and use_qalora); what PEFT knows and is not supported here.
-READ = set(
-    "peft_type task_type r lora_alpha lora_dropout use_rslora target_modules bias layers_to_transform layers_pattern "
-    "init_lora_weights".split()
-)
-IDLE = set(
-    "base_model_name_or_path revision inference_mode auto_mapping peft_version runtime_config megatron_core "
-    "qalora_group_size".split()
-)
-UNSUPPORTED = set(
-    "alora_invocation_tokens alpha_pattern arrow_config corda_config ensure_weight_tying eva_config exclude_modules "
-    "fan_in_fan_out kasa_config layer_replication loftq_config lora_bias lora_ga_config megatron_config "
-    "modules_to_save monteclora_config rank_pattern target_parameters trainable_token_indices use_bdlora use_dora "
-    "use_qalora velora_config".split()
-)
-# Initialisations that leave the base model's weights alone; the others belong to a base that was changed with them.
-HARMLESS_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
-
 
 # --- writing -------------------------------------------------------------------------------------------------------
 
@@ -65,7 +68,9 @@ HARMLESS_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 def save_adapter(model: Model, path: str | os.PathLike[str], name: str | None = None) -> None:
     """Write an adapter (the active one by default) into the folder ``path``, in PEFT's format.
 
-    Tensors are written in the dtype that they have, fp32 unless ``add_lora`` was told otherwise.  A chat template
+    Tensors are written in the dtype that they have, fp32 unless ``add_lora`` was told otherwise.  An adapter that
+    subtracts what it began with (``init="pissa"`` or ``"olora"``) is written as the plain one of twice the rank that it
+    is, and read again as that; that A was frozen is not written, as PEFT has no word for it.  A chat template
     that was named when the model was loaded is saved beside them, with the tokenizer's files.  Other files in the
     folder stay; an adapter that is there already is replaced.
 
@@ -80,13 +85,16 @@ def save_adapter(model: Model, path: str | os.PathLike[str], name: str | None = 
         raise ValueError(f"save_adapter: {folder} is a file; expected a folder, or a name for a new one.")
     lora: Lora = model.adapters[name]
     tensors = {}
-    for module in lora.modules:
-        linear = model.get_submodule(module)
-        assert isinstance(linear, Linear)
-        for letter, factor in zip("AB", linear.factors(name), strict=True):
-            key = f"{PREFIX}{_stored_name(model, module)}.lora_{letter}.weight"
-            tensors[key] = factor.detach().to("cpu", copy=True).contiguous()
-    config = json.dumps(_config(model, lora), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    for module, linear in linears(model):
+        if name not in linear.adapters or module in lora.tables:
+            continue
+        for part, tensor in linear.parts(name).items():
+            ours = next(key for key, value in PARTS.items() if value == part)
+            key = "bias" if part == "bias" and module not in lora.modules else ours
+            tensors[f"{PREFIX}{stored_name(model, module)}.{key}"] = tensor.detach().to("cpu", copy=True).contiguous()
+    for own, tensor in beside_tensors(model, name, lora):
+        tensors[f"{PREFIX}{stored_name(model, own)}"] = tensor.detach().to("cpu", copy=True).contiguous()
+    config = json.dumps(config_fields(model, lora), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
     if model.tokenizer is not None and model.tokenizer.replaced:
         model.tokenizer.save(folder)
@@ -114,51 +122,6 @@ def _replace(folder: Path, config: bytes, weights: bytes) -> None:
     os.replace(folder / f"{CONFIG}.partial", there)
 
 
-def _stored_name(model: Model, module: str) -> str:
-    """A module's name in the model that transformers makes of the same checkpoint."""
-    module = module.removeprefix("_orig_mod.")  # torch.compile's wrapper
-    return module.replace("model.", "model.language_model.", 1) if model.nested else module
-
-
-def _config(model: Model, lora: Lora) -> dict[str, Any]:
-    """The fields that every PEFT since 0.7 knows; newer ones take their defaults."""
-    source = model.source
-    targets: str | list[str] = lora.targets
-    if targets == "all-linear":
-        targets = sorted({module.rpartition(".")[2] for module in lora.modules})
-    layers = lora.layers
-    # The short form, where PEFT would find exactly these modules by it.  It takes no layers with a pattern, and in a
-    # multimodal model a short name also means the vision tower.
-    found = [path for path in dict(find_targets(model, "all-linear")) if _selected(targets, layers, path)]
-    if model.nested or found != lora.modules or (layers and isinstance(targets, str)):
-        targets, layers = sorted(_stored_name(model, module) for module in lora.modules), None
-    return {
-        "alpha_pattern": {},
-        "auto_mapping": None,
-        "base_model_name_or_path": source and (source.repo or str(Path(source.folder).resolve())),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "layers_pattern": None,
-        "layers_to_transform": layers,
-        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
-        "lora_dropout": lora.dropout,
-        "modules_to_save": None,
-        "peft_type": "LORA",
-        "r": lora.r,
-        "rank_pattern": {},
-        "revision": source and source.revision,
-        "target_modules": targets,
-        "task_type": "CAUSAL_LM",
-        "use_rslora": lora.rslora,
-    }
-
-
-def _selected(targets: str | list[str], layers: list[int] | None, path: str) -> bool:
-    return selects(targets, path) and (layers is None or block_of(path) in layers)
-
-
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
@@ -177,33 +140,36 @@ def load_adapter(
     check_new(model, name, "load_adapter")
     folder = Path(path)
     raw = read_adapter_config(folder)
-    lora = _understand(raw, folder)
-    parts = _match(model, lora, folder, raw)
+    lora = understand(raw, folder)
+    more = beyond_the_base(model, folder)
+    parts, beside = _match(model, lora, folder, raw, extended=bool(more))
     tensors, broken = [], []
     with safetensors.safe_open(folder / WEIGHTS, framework="pt") as file:
         for module, linear, keys in parts:
-            a, b = (_own(file.get_tensor(key), linear.weight.device, dtype) for key in keys)
-            tensors.append((module, linear, a, b))
-            broken += [key for key, factor in zip(keys, (a, b), strict=True) if not factor.isfinite().all()]
-    if broken:
-        raise ValueError(
-            f"{folder / WEIGHTS} holds NaN or infinity in {len(broken)} tensors: {abbreviate(broken)}. Its training "
-            "failed; take an adapter that was saved before."
-        )
-    attach(model, name, lora, tensors)
+            device = linear.weight.device
+            own = {PARTS[part]: _own(file.get_tensor(key), device, dtype) for part, key in keys.items()}
+            tensors.append((module, linear, own))
+            broken += [keys[part] for part in keys if not own[PARTS[part]].isfinite().all()]
+        frozen = {path: file.get_tensor(key) for path, key in beside.frozen.items()}
+        if other := other_tables(model, frozen):
+            raise ValueError(
+                f"The adapter in {folder} was trained on another {' and '.join(other)} than this model has, and holds "
+                "a frozen one: load it with its own base, or have it saved with the table in modules_to_save."
+            )
+        values = {own_key: file.get_tensor(key) for own_key, key in beside.keys.items()}
+        broken += [beside.keys[own_key] for own_key, value in values.items() if not value.isfinite().all()]
+        if broken:
+            raise ValueError(
+                f"{folder / WEIGHTS} holds NaN or infinity in {len(broken)} tensors: {abbreviate(broken)}. Its "
+                "training failed; take an adapter that was saved before."
+            )
+        adopt(model, more, beside.size, lora, frozen)
+        attach(model, name, lora, tensors, dtype, values)
 
 
 def _own(stored: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
     """A copy in memory of its own: what the file gives is a view of the file."""
     return stored.to(device, dtype or torch.promote_types(stored.dtype, torch.float32), copy=True)
-
-
-def read_adapter_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The raw ``adapter_config.json`` of a folder."""
-    try:
-        return read_json(Path(folder) / CONFIG)
-    except FileNotFoundError:
-        raise ValueError(f"{folder} has no {CONFIG}; expected a folder with an adapter as PEFT writes it.") from None
 
 
 def base_of(path: str | os.PathLike[str]) -> tuple[str, str | None]:
@@ -221,78 +187,41 @@ def template_of(path: str | os.PathLike[str]) -> str | None:
     return read_text(file) if is_there(file) else None
 
 
-def _understand(raw: Mapping[str, Any], folder: Path) -> Lora:
-    """What the configuration asks for, if it is supported; else one error that names every field that is not."""
-    wrong = [f"lacks {field}" for field in ("peft_type", "r", "lora_alpha", "target_modules") if field not in raw]
-    allowed: dict[str, tuple[Any, ...]] = {
-        "peft_type": ("LORA",),
-        "task_type": ("CAUSAL_LM", None),
-        "bias": ("none", None),
-        "init_lora_weights": HARMLESS_INITS,
-        "layers_pattern": (None, [], "", "layers", ["layers"]),
-    }
-    for field, values in allowed.items():
-        if field in raw and raw[field] not in values:
-            wrong.append(f"{field} is {raw[field]!r}")
-    ignored = []
-    for field, value in raw.items():
-        if field in READ or field in IDLE:
-            continue
-        if value is not None and value is not False and value not in ("", [], {}):
-            wrong.append(f"{field} is {value!r}")
-        elif field not in UNSUPPORTED:
-            ignored.append(field)
-    rank, alpha, dropout = raw.get("r", 1), raw.get("lora_alpha", 1), raw.get("lora_dropout") or 0.0
-    if not _is(int, rank) or rank < 1:
-        wrong.append(f"r is {rank!r}")
-    if not _is(int | float, alpha) or not 0 < alpha <= 1e30:
-        wrong.append(f"lora_alpha is {alpha!r}")
-    if not _is(int | float, dropout) or not 0.0 <= dropout < 1.0:
-        wrong.append(f"lora_dropout is {dropout!r}")
-    targets, layers = raw.get("target_modules", ""), raw.get("layers_to_transform")
-    layers = [layers] if _is(int, layers) else layers or None
-    if not isinstance(targets, str) and not (isinstance(targets, list) and all(_is(str, each) for each in targets)):
-        wrong.append(f"target_modules is {targets!r}")
-    if layers is not None and not (isinstance(layers, list) and all(_is(int, each) for each in layers)):
-        wrong.append(f"layers_to_transform is {layers!r}")
-    if wrong:
-        raise ValueError(
-            f"{folder / CONFIG} describes what is not supported, and leaving it out would change the model: "
-            f"{'; '.join(wrong)}. Plain LoRA on the projections of the blocks is; a field that you know to be without "
-            "effect can be removed from the file."
-        )
-    if ignored:
-        print(f"{folder / CONFIG}: unknown fields without a value are ignored: {', '.join(ignored)}.", file=sys.stderr)
-    return Lora(rank, alpha, targets, float(dropout), raw.get("use_rslora") is True, layers, [])
-
-
-def _is(kind: Any, value: Any) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
 class _Part(NamedTuple):
-    """One projection and the keys of its A and B in the file."""
+    """One projection and the keys of its parts in the file."""
 
     module: str
     linear: Linear
-    keys: tuple[str, str]
+    keys: dict[str, str]
 
 
-def _match(model: Model, lora: Lora, folder: Path, raw: Mapping[str, Any]) -> list[_Part]:
+def _match(
+    model: Model, lora: Lora, folder: Path, raw: Mapping[str, Any], extended: bool
+) -> tuple[list[_Part], Beside]:
     """Which tensors belong where; fills in ``lora.modules``.  One error for all that is missing, strange or wrong."""
     problems: list[str] = []
     entries = _entries(folder, problems)
+    understand_beside(model, lora, raw, problems)
+    beside = take(model, lora, entries, PREFIX, extended, problems)
     projections = dict(find_targets(model, "all-linear"))
     own, roots, vision, strange = _sort_keys(entries, projections, problems)
     lora.modules = [
         path
         for path in projections
-        if any(_selected(lora.targets, lora.layers, root + path.removeprefix("model.")) for root in roots)
+        if path not in lora.copies
+        and any(selected(lora.targets, lora.layers, root + path.removeprefix("model.")) for root in roots)
     ]
-    if not own:
+    if roots - {"model."}:
+        translate(lora, roots)
+    if not own and not beside.keys:
         problems.append("no tensor belongs to a projection of this model")
-    wanted = [(module, letter) for module in lora.modules for letter in "AB"]
-    missing = [f"{module}.lora_{letter}.weight" for module, letter in wanted if (module, letter) not in own]
+    if lora.init == "loftq" and not all(isinstance(projections[m].weight, NF4Store) for m in lora.modules):
+        problems.append("it was made for weights in NF4 and corrects their error; load the model with bits=4")
+    kinds = ["lora_A.weight", "lora_B.weight"]
+    kinds += ["lora_B.bias"] * lora.lora_bias + ["lora_magnitude_vector"] * lora.dora
+    wanted = [(module, kind) for module in lora.modules for kind in kinds]
+    wanted += [(path, "base_layer.bias") for path, module in biased(model, lora).items()]
+    missing = [f"{module}.{part}" for module, part in wanted if (module, part) not in own]
     unasked = [own[place] for place in own if place not in set(wanted)]
     if missing:
         problems.append(f"{len(missing)} of {len(wanted)} tensors are missing: {abbreviate(missing)}")
@@ -310,7 +239,12 @@ def _match(model: Model, lora: Lora, folder: Path, raw: Mapping[str, Any]) -> li
         )
     if vision:
         print(f"{folder}: {len(vision)} tensors for the vision tower are left out.", file=sys.stderr)
-    return [_Part(path, projections[path], (own[path, "A"], own[path, "B"])) for path in lora.modules]
+    parts = [
+        _Part(path, linear, {part: own[at, part] for at, part in wanted if at == path})
+        for path, linear in projections.items()
+        if any(at == path for at, _ in wanted)
+    ]
+    return parts, beside
 
 
 def _entries(folder: Path, problems: list[str]) -> dict[str, Entry]:
@@ -328,8 +262,8 @@ def _entries(folder: Path, problems: list[str]) -> dict[str, Entry]:
 def _sort_keys(
     keys: Iterable[str], projections: Mapping[str, Linear], problems: list[str]
 ) -> tuple[dict[tuple[str, str], str], set[str], list[str], list[str]]:
-    """The keys by (module, "A" or "B"); what the trained model's module names had before ``layers.``; the keys of a
-    vision tower, if a text model stood beside it; and those that fit nothing."""
+    """The keys by (module, part); what the trained model's module names had before ``layers.``; the keys of a vision
+    tower, if a text model stood beside it; and those that fit nothing."""
     own: dict[tuple[str, str], str] = {}
     roots: set[str] = set()
     vision, strange = list[str](), list[str]()
@@ -337,18 +271,28 @@ def _sort_keys(
         found = KEY.fullmatch(key.removeprefix(PREFIX))
         root, _, rest = found["module"].partition("layers.") if found else ("", "", "")
         parts, module = root.split(".")[:-1], f"model.layers.{rest}"
+        place = module, _part(found)
         if found and any(part.startswith("vision") for part in parts):
             vision.append(key)
-        elif not found or module not in projections or not set(parts) <= WRAPPERS:
+        elif place[1] not in PARTS or module not in projections or not set(parts) <= WRAPPERS:
             strange.append(key)
-        elif (module, found["factor"]) in own:
-            problems.append(f"{own[module, found['factor']]} and {key} are the same matrix")
+        elif place in own:
+            problems.append(f"{own[place]} and {key} are the same matrix")
         else:
-            own[module, found["factor"]] = key
+            own[place] = key
             roots.add("".join(f"{part}." for part in parts if part in ("model", "language_model")))
     if not any("language_model" in root for root in roots):
         vision, strange = [], strange + vision
     return own, roots, vision, strange
+
+
+def _part(found: re.Match[str] | None) -> str:
+    """Which part of a projection a key names, spelt as in PARTS."""
+    if found is None:
+        return ""
+    if found["matrix"]:
+        return f"{found['matrix']}.{found['leaf']}"
+    return found["vector"] or "base_layer.bias"
 
 
 def _mismatches(
@@ -356,10 +300,12 @@ def _mismatches(
 ) -> list[str]:
     """Tensors of a wrong shape or dtype; those that are wrong alike in one line."""
     alike: dict[str, list[str]] = {}
-    for (module, letter), key in own.items():
-        linear, entry = projections[module], entries[key]
-        shape = (lora.r, linear.in_features) if letter == "A" else (linear.out_features, lora.r)
-        if entry.shape != shape:
+    for (module, part), key in own.items():
+        linear, entry, r = projections[module], entries[key], lora.rank_of(module)
+        shapes: dict[str, tuple[int, ...]] = {
+            "lora_A.weight": (r, linear.in_features), "lora_B.weight": (linear.out_features, r)
+        }  # fmt: skip
+        if entry.shape != (shape := shapes.get(part, (linear.out_features,))):
             alike.setdefault(f"shape {list(entry.shape)} instead of {list(shape)}", []).append(key)
         elif not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
             dtype = str(entry.dtype).removeprefix("torch.")

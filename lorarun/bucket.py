@@ -41,6 +41,8 @@ class Inputs(NamedTuple):
     rows: Tensor | None
     goal: Tensor
     denominator: float | Tensor
+    weights: Tensor | None = None  # of the losses, [rows]
+    smoothing: float = 0.0
 
 
 class Shape(NamedTuple):

@@ -82,6 +82,12 @@ class Checkpoint:
         """The shape of a tensor; of a quantised weight, that of the matrix that it stands for."""
         return self.packed[name].shape if name in self.packed else self.entries[name].shape
 
+    def format(self, name: str) -> str:
+        """How a weight is stored, in words."""
+        if name in self.packed:
+            return self.packed[name].kind
+        return f"dense {str(self.entries[name].dtype).removeprefix('torch.')}"
+
     def unpack(self, name: str, device: torch.device | str = "cpu", mmap: bool = True) -> Store:
         """A quantised weight as it is stored, on ``device`` in memory of its own."""
         packed = self.packed[name]

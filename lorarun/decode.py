@@ -27,8 +27,10 @@ from torch import Tensor
 from lorarun.answer import Row
 from lorarun.bucket import sent
 from lorarun.cache import Cache
+from lorarun.dora import held
 from lorarun.graph import capturable, modes
-from lorarun.nn import Linear, Mixed, Model, touched
+from lorarun.linear import Linear, Mixed
+from lorarun.nn import Model, touched
 from lorarun.rotary import Rotary
 from lorarun.sampling import Sampling, choose, log_probabilities, uniform
 
@@ -270,7 +272,8 @@ def aside(model: Model) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        with torch.no_grad():
+        linears = [module for module in model.modules() if isinstance(module, Linear)]
+        with torch.no_grad(), held([linear.norms for linear in linears]):
             yield
     finally:
         for module, training in modes:

@@ -30,13 +30,15 @@ import torch
 
 from lorarun.checkpoint import read_config
 from lorarun.export_check import check_logits, check_written, progress
-from lorarun.export_weights import FORMS, Export, Kept, prepare, table, total
+from lorarun.export_plan import FORMS, prepare
+from lorarun.export_weights import Export, Kept, table, total
 from lorarun.gguf_read import Gguf
 from lorarun.gguf_vocab import write_files
 from lorarun.headers import DTYPES, INDEX, abbreviate
-from lorarun.lora import linears
+from lorarun.merge import without_place
 from lorarun.nn import Model
 from lorarun.packing import quantization_config
+from lorarun.trained import weighted
 
 COPIED = (".json", ".jinja", ".model", ".txt")  # of the source's small files; LICENSE and NOTICE are copied too
 LEFT = ("adapter_config.json", ".index.json")  # endings of names that are not
@@ -94,7 +96,7 @@ def save_merged(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    kept = {module: export.kept[module] for module, _ in linears(model) if module in export.kept}
+    kept = {module: export.kept[module] for module, _ in weighted(model) if module in export.kept}
     print(f"save_merged: {path} is complete and verified; {len(kept)} projections were merged.", file=sys.stderr)
     if export.forms:
         print(f"save_merged: how much of the adapter's update is in it:\n{table(kept)}", file=sys.stderr)
@@ -122,8 +124,14 @@ def _check_arguments(model: Model, base: str, dtype: torch.dtype | None, bits: i
         wrong.append(f"dtype={dtype} is not supported; torch.bfloat16, float16 and float32 are")
     if dtype == torch.float16 and not model.fp16:
         wrong.append("this model overflows in float16; choose torch.bfloat16 or float32")
-    if model.active is None:
+    if model.active is None and not model.whole:
         wrong.append(f"no adapter is active; the model has {', '.join(model.adapters) or 'none'}")
+    elif model.active is None and base == "original":
+        wrong.append("base='original' would leave out what was trained, which are the model's own weights")
+    elif model.active is not None and (homeless := without_place(model, model.active)):
+        wrong.append(homeless)
+    elif model.active is not None and base == "original" and model.adapters[model.active].init == "loftq":
+        wrong.append("base='original' would correct twice: init='loftq' has the error of the quantised weights in it")
     if model.source is None:
         wrong.append("this model was not loaded from a checkpoint")
     if wrong:
@@ -156,7 +164,7 @@ def _write(export: Export, partial: Path) -> None:
                 out.write(_header(export, file, names))
                 for name in names:
                     _write_weight(export, name, out)
-                    bar.update(export.source.entries[name].nbytes)
+                    bar.update(export.entries[name].nbytes)
                 out.flush()
                 os.fsync(out.fileno())
     if export.changed:
@@ -222,6 +230,7 @@ def _write_small_files(export: Export, partial: Path) -> None:
     if export.model.tokenizer is not None:
         export.model.tokenizer.save(partial)  # with the chat template that was named at loading
     config = _config(export)
+    config = _with_fields(config, export.fields)
     if config != read_config(partial):
         _write_json(partial / "config.json", config)
 
@@ -231,7 +240,7 @@ def _config(export: Export) -> dict[str, Any]:
     config = {key: value for key, value in export.config.items() if key != "quantization_config"}
     if "quantization_config" in (inner := config.get("text_config") or {}):
         config["text_config"] = {key: value for key, value in inner.items() if key != "quantization_config"}
-    entries = export.source.entries
+    entries = export.entries
     if any(export.dtype_of(name) != entries[name].dtype for name in export.names if name not in export.source.packed):
         dtype = export.dtype or max(map(export.dtype_of, export.names), key=lambda dtype: dtype.itemsize)
         config = _with_dtype(config, str(dtype).removeprefix("torch."))
@@ -247,6 +256,15 @@ def _with_dtype(config: dict[str, Any], name: str) -> dict[str, Any]:
         key: name if key in ("dtype", "torch_dtype") else _with_dtype(value, name) if isinstance(value, dict) else value
         for key, value in config.items()
     }
+
+
+def _with_fields(config: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with these fields, of the text model where it describes a multimodal one."""
+    inner = config.get("text_config")
+    if not isinstance(inner, dict):
+        return config | fields
+    outer = {key: value for key, value in fields.items() if key == "tie_word_embeddings"}  # stated on both levels
+    return config | outer | {"text_config": inner | fields}
 
 
 def _write_index(export: Export, files: dict[str, list[str]], partial: Path) -> None:

@@ -20,9 +20,11 @@ from tqdm import tqdm
 from lorarun.checkpoint import open_checkpoint
 from lorarun.export_weights import Export
 from lorarun.headers import abbreviate
+from lorarun.linear import Linear
 from lorarun.load import free_memory, load
-from lorarun.nn import Linear, Model
+from lorarun.nn import Model
 from lorarun.quant.store import Store
+from lorarun.weighted import Weighted
 
 TOKENS = 64  # of the row on which logits are compared
 FACTOR = 2.0  # times the measured noise that logits may be off; 0.2 to 1.1 are seen
@@ -31,7 +33,7 @@ FACTOR = 2.0  # times the measured noise that logits may be off; 0.2 to 1.1 are 
 def progress(what: str, export: Export) -> Any:
     """A bar on stderr over the source's bytes; a line where that is no terminal."""
     terminal = sys.stderr.isatty()
-    size = sum(export.source.entries[name].nbytes for name in export.names)
+    size = sum(export.entries[name].nbytes for name in export.names)
     if not terminal:
         print(f"save_merged: {what} {size / 2**20:,.1f} MiB", file=sys.stderr)
     return tqdm(total=size, desc=what, unit="B", unit_scale=True, file=sys.stderr, disable=not terminal)
@@ -50,7 +52,7 @@ def check_written(export: Export, partial: Path) -> None:
                 ((_, got),) = written.read([part])
                 if got.dtype != expected.dtype or got.shape != expected.shape or not _same_bits(got, expected):
                     wrong.append(part)
-            bar.update(export.source.entries[name].nbytes)
+            bar.update(export.entries[name].nbytes)
     wrong += sorted(written.entries.keys() - known)
     if export.unlike:  # seen while writing
         raise RuntimeError(
@@ -98,7 +100,7 @@ def check_logits(export: Export, partial: Path) -> None:
         )
     error = _rms(_logits(load(partial, dtype=model.dtype, device=device), ids) - live)
     allowed = FACTOR * _rms(noisy - live) + torch.finfo(model.dtype).eps * _rms(live)
-    elsewhere = any(isinstance(m.weight, Store) and name not in export.held for name, m in export.linears.items())
+    elsewhere = any(isinstance(m.weight, Store) and name not in export.held for name, m in export.modules.items())
     if elsewhere or export.forms:
         print(f"save_merged: logits differ from the live model's by {error / _rms(live):.2%}.", file=sys.stderr)
     if not elsewhere and not error <= allowed:
@@ -124,24 +126,28 @@ def _noise(export: Export) -> Iterator[None]:
     weight, independent of each other, times the input: their root mean square × |x|.
     """
     generator = torch.Generator().manual_seed(1)
-    eps: dict[Linear, float] = {}
-    codes: dict[Linear, float] = {}
-    for name, linear in export.linears.items():
+    eps: dict[Weighted, float] = {}
+    codes: dict[Weighted, float] = {}
+    for name, module in export.modules.items():
         if name in export.forms:
-            codes[linear] = export.noise.get(name, 0.0)
+            codes[module] = export.noise.get(name, 0.0)
         elif name in export.held or export.merges(name):
-            eps[linear] = torch.finfo(export.dtype_of(name)).eps
+            eps[module] = torch.finfo(export.dtype_of(name)).eps
 
-    def disturb(linear: Linear, inputs: Any, y: Tensor) -> Tensor:
-        summing = torch.finfo(torch.float32).eps * math.sqrt(linear.in_features)
-        size = (torch.finfo(y.dtype).eps + eps.get(linear, 0.0) + summing) / 2
+    def disturb(module: Weighted, inputs: Any, y: Tensor) -> Tensor:
+        summing = torch.finfo(torch.float32).eps * math.sqrt(module.weight.shape[-1])
+        size = (torch.finfo(y.dtype).eps + eps.get(module, 0.0) + summing) / 2
         y = y + y * (size * torch.randn(y.shape, generator=generator)).to(y)
-        if rms := codes.get(linear):
+        if rms := codes.get(module):
             length = inputs[0].float().norm(dim=-1, keepdim=True)
             y = y + (rms * length * torch.randn(y.shape, generator=generator).to(length)).to(y)
         return y
 
-    hooks = [m.register_forward_hook(disturb) for m in export.model.modules() if isinstance(m, Linear)]
+    hooks = [
+        m.register_forward_hook(disturb)
+        for m in export.model.modules()
+        if isinstance(m, Linear) or (isinstance(m, Weighted) and m in eps)
+    ]
     try:
         yield
     finally:

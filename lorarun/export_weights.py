@@ -1,8 +1,9 @@
 """What a merged checkpoint holds in the place of each of its source's weights, and how much of the update is in it.
 
-A weight of the result is one of these: the source's, byte for byte; W + scale · B·A rounded once to its dtype; the same
-in the codes of a format of few bits; or, where nothing was merged and the live model has it in that format already, the
-live codes as they are, since codes that are dequantised and quantised again are other codes.
+A weight of the result is one of these: the source's, byte for byte; W + scale · B·A (or what else the adapter makes of
+it) rounded once to its dtype; the same in the codes of a format of few bits; or, where nothing was merged and the live
+model has it in that format already, the live codes as they are, since codes that are dequantised and quantised again
+are other codes.  Which weights there are is the business of :mod:`lorarun.export_plan`.
 
 How much of an update survives is measured on what is written, V, against the base W that it was learned on:
 
@@ -25,16 +26,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lorarun.checkpoint import Checkpoint, open_checkpoint, read_config, stored_names
+from lorarun.checkpoint import Checkpoint
 from lorarun.config import stored_dtype
-from lorarun.gguf_config import published_config
-from lorarun.gguf_read import Gguf, open_gguf
-from lorarun.lora import block_of, find_targets, merged_weight
-from lorarun.nn import Linear, Model
+from lorarun.gguf_read import Gguf
+from lorarun.headers import Entry
+from lorarun.linear import Linear
+from lorarun.lora import block_of
+from lorarun.merge import merged_bias, merged_weight
+from lorarun.nn import Model
 from lorarun.packing import Form, form_of, parts
-from lorarun.quant.store import FP8Store, NF4Store, Store
+from lorarun.quant.store import Store
+from lorarun.trained import changes, with_adapter
+from lorarun.weighted import Weighted
 
-FORMS = {4: Form(NF4Store, 64, True), 8: Form(FP8Store, None)}
 # Nearest codes are off by less than this share of the weights (root mean square).  The worst for NF4 in blocks of 64:
 # one is 1 and 63 numbers just become 0, 0.0398: 0.30.  FP8 has 2⁻⁴.
 FARTHEST = 0.4
@@ -88,20 +92,24 @@ class Export:
     """What is to be written, and what was noticed on the way.  Names are those of the source."""
 
     model: Model
-    adapter: str
+    adapter: str | None  # None: the model's own weights were trained
     source: Checkpoint
+    entries: dict[str, Entry]  # of what is written; offsets are the source's
+    origin: dict[str, str]  # the source's tensor behind one that the source does not have
     config: dict[str, Any]  # the source's
+    fields: dict[str, Any]  # those of it that change
     original: bool  # whether W is the source's weight even where the live model rounded or quantised it
     dtype: torch.dtype | None  # asked for
     names: list[str]  # of the weights to be written, in file order
     live: dict[str, Tensor]  # the live model's dense weights, without adapter
-    linears: dict[str, Linear]
-    paths: dict[str, str]  # what they are called in the model
+    modules: dict[str, Weighted]  # whose weight a name is
+    biases: dict[str, Linear]  # those whose bias the adapter changes, by the bias's name
+    paths: dict[str, str]  # what weights are called in the model
     held: dict[str, Store]  # those quantised weights of the live model that are W
     forms: dict[str, Form]  # of what is written in few bits
     changed: list[str] = field(default_factory=list)  # live weights that are not the source's
     infinite: list[str] = field(default_factory=list)  # weights that the chosen format cannot hold
-    same: list[str] = field(default_factory=list)  # projections that the adapter does not change
+    same: list[str] = field(default_factory=list)  # modules that the adapter does not change
     unlike: list[str] = field(default_factory=list)  # weights whose codes are those of other numbers
     kept: dict[str, Kept] = field(default_factory=dict)  # by the projections' names in the model
     noise: dict[str, float] = field(default_factory=dict)  # of a weight's numbers by its codes, root mean square
@@ -113,20 +121,34 @@ class Export:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype of a weight that is written dense."""
-        entry = self.source.entries[name]
+        entry = self.entries[name]
         if name in self.source.packed or isinstance(self.source, Gguf):
             return self.dtype or stored_dtype(self.config) or self.source.dtype
         return entry.dtype if self.dtype is None or not entry.dtype.is_floating_point else self.dtype
 
     def read(self, name: str) -> Tensor:
-        """The source's weight on the CPU: as stored, or dequantised exactly, in fp32."""
+        """The source's weight on the CPU: as stored, or dequantised exactly, in fp32; with the rows that the live model
+        has beyond it."""
         if name in self.source.packed:
             return self.source.dense(name)
-        ((_, stored),) = self.source.read([name])
-        return stored
+        ((_, stored),) = self.source.read([self.origin.get(name, name)])
+        missing = self.entries[name].shape[0] - stored.shape[0] if stored.dim() else 0
+        if not missing:
+            return stored
+        wide = torch.promote_types(stored.dtype, self.live[name].dtype)
+        return torch.cat((stored.to(wide), self.live[name][-missing:].to(stored.device, wide)))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.shape(name) if name in self.source.packed else self.entries[name].shape
 
     def merges(self, name: str) -> bool:
-        return name in self.linears and self.linears[name].active == self.adapter
+        """Whether the adapter, or training, changes the weight of this name."""
+        if self.adapter is None:
+            return name in self.live
+        module = self.modules.get(name)
+        if isinstance(module, Linear) and module.active == self.adapter and "a" in module.parts(self.adapter):
+            return True
+        return module is not None and changes(module, self.adapter)
 
     def as_it_is(self, name: str) -> bool:
         """Whether a weight is written in the codes that it has."""
@@ -139,13 +161,28 @@ class Export:
             return self.held[name].dequantize(torch.float32).cpu()
         if self.original or not self.merges(name):
             return stored
-        weight = self.linears[name].weight
-        assert isinstance(weight, Tensor)
-        return stored.to(weight.dtype)
+        live = self.live.get(name)
+        return stored if live is None else stored.to(live.dtype)
 
     def exact(self, name: str, base: Tensor) -> Tensor:
-        """The weight with the adapter in it, not rounded yet."""
-        return merged_weight(base, self.linears[name], self.adapter) if self.merges(name) else base
+        """The weight, or bias, with the adapter in it, not rounded yet."""
+        if self.adapter is None:
+            return self.live[name].cpu() if name in self.live else base
+        if name in self.biases:
+            linear = self.biases[name]
+            if (copy := linear.copy_of(self.adapter)) is not None:
+                assert copy.bias is not None
+                return copy.bias.detach().cpu()
+            bias = merged_bias(base.to(linear.weight.device), linear, self.adapter)
+            assert bias is not None
+            return bias.cpu()
+        if not self.merges(name):
+            return base
+        module = self.modules[name]
+        if changes(module, self.adapter):
+            return with_adapter(base, module, self.adapter)
+        assert isinstance(module, Linear)
+        return merged_weight(base, module, self.adapter)
 
     def value(self, name: str, exact: Tensor) -> Tensor | Store:
         """What is written of it.  Raises ValueError for numbers that have no code."""
@@ -166,7 +203,7 @@ class Export:
 
     def layout(self, name: str) -> dict[str, Tensor]:
         """The same on the meta device, without values."""
-        shape = self.source.shape(name)
+        shape = self.shape(name)
         if name not in self.forms:
             return {name: torch.empty(shape, dtype=self.dtype_of(name), device="meta")}
         if self.as_it_is(name):
@@ -178,7 +215,7 @@ class Export:
         files: dict[str, list[str]] = {}
         if not self.source.packed and not isinstance(self.source, Gguf):
             for name in self.names:
-                files.setdefault(self.source.entries[name].file, []).append(name)
+                files.setdefault(self.entries[name].file, []).append(name)
             return files
         shards: list[list[str]] = [[]]
         size = 0
@@ -198,14 +235,15 @@ class Export:
         found = {"lm_head"}
         for name in self.names:
             module, _, leaf = name.rpartition(".")
-            if name not in self.forms and leaf == "weight" and len(self.source.shape(name)) == 2:
+            if name not in self.forms and leaf == "weight" and len(self.shape(name)) == 2:
                 found.update(_spellings(module) if self.model.nested else [module])
         return found
 
     def compute(self, name: str) -> dict[str, Tensor]:
         """The tensors of a weight on the CPU; what is to be said about it is noted."""
         stored, live = self.read(name), self.live.get(name)
-        if live is not None and not torch.equal(stored.to(live.device, live.dtype), live):
+        like = live is None or torch.equal(stored.to(live.device, live.dtype), live)
+        if self.adapter is not None and not like:
             self.changed.append(name)
         before = self.base(name, stored)
         exact = self.exact(name, before)
@@ -222,7 +260,8 @@ class Export:
                 self.unlike.append(name)
         else:
             numbers = value
-            if (self.merges(name) or value.dtype != stored.dtype) and not torch.isfinite(value).all():
+            anew = self.merges(name) or name in self.biases or value.dtype != stored.dtype
+            if anew and not torch.isfinite(value).all():
                 self.infinite.append(name)
         if self.merges(name):
             self._measure(name, before, exact, numbers)
@@ -254,47 +293,3 @@ def _spellings(module: str) -> list[str]:
         return [inner, f"model.{inner}"]
     text = inner.removeprefix("language_model.").removeprefix("model.")
     return [f"language_model.model.{text}", f"model.language_model.{text}"] if text != "lm_head" else [inner, text]
-
-
-def prepare(model: Model, base: str, dtype: torch.dtype | None, bits: int) -> Export:
-    """Open the source again and decide what is written.  Raises ValueError where it is another one than was loaded."""
-    assert model.active is not None
-    folder = model.source.folder
-    if folder.is_file():
-        source: Checkpoint = (file := open_gguf(folder))
-        config = published_config(file)
-    else:
-        source, config = open_checkpoint(folder), read_config(folder)
-    stored, problems = stored_names(source, model.nested)
-    modules = {f"{path}.weight": m for path, m in model.named_modules() if isinstance(m, Linear)}
-    own: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    own |= {name: linear.merged[1] for name, linear in modules.items() if linear.merged is not None}
-    live = {place: own[name].detach() for name, place in stored.items() if name in own}
-    linears = {stored[name]: linear for name, linear in modules.items() if name in stored}
-    lost = [name for name, linear in modules.items() if linear.active == model.active and name not in stored]
-    shapes = {name: weight.shape for name, weight in live.items()}
-    shapes |= {name: linear.weight.shape for name, linear in linears.items()}
-    if problems or lost or any(source.shape(name) != shape for name, shape in shapes.items()):
-        raise ValueError(f"save_merged: {folder} is no longer the checkpoint that this model was loaded from.")
-    original = base == "original"
-    held = {name: m.weight for name, m in linears.items() if isinstance(m.weight, Store)}
-    if original:  # where the source's codes were taken as they are, they are the same
-        held = {n: s for n, s in held.items() if n in source.packed and source.packed[n].store is type(s)}
-    names = [name for name in source.in_file_order(source.entries) if name not in source.quantised.beside]
-    paths = {place: name.removesuffix(".weight") for name, place in stored.items()}
-    export = Export(model, model.active, source, config, original, dtype, names, live, linears, paths, held, {})
-    if bits in FORMS:
-        blocks = [stored[f"{path}.weight"] for path, _ in find_targets(model, "all-linear")]
-        _choose(export, FORMS[bits], blocks)
-    return export
-
-
-def _choose(export: Export, form: Form, blocks: list[str]) -> None:
-    """Which of the blocks' projections are written in few bits, those that were, else all; and how."""
-    stores = {n: w for n in blocks if isinstance(w := export.linears[n].weight, Store)}
-    if form.store is FP8Store and len(found := {w.block for w in stores.values() if isinstance(w, FP8Store)}) == 1:
-        form = form._replace(block=found.pop())
-    for name in list(stores) or [n for n in blocks if n in export.source.packed] or blocks:
-        held = export.held.get(name)
-        keeps = isinstance(held, NF4Store) and form.store is NF4Store and not export.merges(name)
-        export.forms[name] = form_of(held) if keeps and held is not None else form

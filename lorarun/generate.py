@@ -24,10 +24,12 @@ from torch import Tensor
 from lorarun.answer import Row, Text
 from lorarun.cache import Cache
 from lorarun.decode import Decoder, aside, capacity, dynamic_limit, rows_with_adapters
+from lorarun.linear import Mixed
 from lorarun.load import free_memory
-from lorarun.nn import Mixed, Model
+from lorarun.nn import Model
 from lorarun.sampling import Sampling
 from lorarun.tokenizer import Tokenizer, configs, end_ids
+from lorarun.trained import beyond_projections
 
 TOGETHER = 32_768  # tokens, answers included, that are decoded together on a CPU; more go one batch after the other
 SHARE = 0.6  # of an accelerator's free memory that keys and values may take there
@@ -278,6 +280,12 @@ def _adapters(model: Model, adapters: Sequence[str | None] | None, prompts: int)
         there = ", ".join(model.adapters) or "none"
         raise ValueError(
             f"generate: adapters={names} for {prompts} prompts; expected a name (there are: {there}) or None for each."
+        )
+    there_too = [name for name in {*names, model.active} if name is not None]
+    if whole := [name for name in there_too if beyond_projections(model.adapters[name])]:
+        raise ValueError(
+            f"generate: adapters= mixes low-rank updates of projections, and {whole[0]!r} has copies of modules or "
+            "parts of the tables; switch with use_adapter, and generate for it alone."
         )
     if any(getattr(module, "merged", None) is not None for module in model.modules()):
         raise ValueError("generate: an adapter is merged into the weights; call unmerge(model) to choose others.")

@@ -35,10 +35,12 @@ from lorarun.gguf_config import implied_scale
 from lorarun.gguf_read import MODEL_TYPES, PATTERNS, ROPE_FREQS, library, names_of, open_gguf
 from lorarun.gguf_vocab import vocabulary_fields
 from lorarun.headers import abbreviate
-from lorarun.lora import merged_weight
+from lorarun.merge import merged_bias, merged_weight, without_place
 from lorarun.nn import Linear, Model
+from lorarun.options import Lora
 from lorarun.quant.store import dequantize
 from lorarun.rotary import frequencies
+from lorarun.trained import changes, touches_tables, with_adapter
 
 DTYPES = ("f16", "bf16", "f32", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 ARCHS = {kind: arch for arch, kind in MODEL_TYPES.items()} | {"mistral": "llama"}
@@ -103,8 +105,19 @@ def _check(model: Model, path: Path, dtype: str, adapter_only: bool) -> str:
         wrong.append(f"{path} is what this model was loaded from; choose another name")
     if adapter_only and model.active is None:
         wrong.append(f"no adapter is active; the model has {', '.join(model.adapters) or 'none'}")
-    if model.active and config.tie_word_embeddings and model.lm_head.active:
-        wrong.append("the adapter changes a head that is tied to the embedding, which it would change too")
+    if model.active is not None:
+        lora = model.adapters[model.active]
+        if adapter_only and (lora.dora or lora.lora_bias or lora.bias != "none"):
+            wrong.append(
+                "llama.cpp's adapters are A and B alone; this one has DoRA or biases, so write the whole model"
+            )
+        elif not adapter_only and (homeless := without_place(model, model.active)):
+            wrong.append(homeless)
+    beside = model.adapters[model.active] if model.active and config.tie_word_embeddings else None
+    if adapter_only and model.active and (kept := _beside(model.adapters[model.active])):
+        wrong.append(f"llama.cpp's adapters hold low-rank updates of projections alone, and this one has {kept}")
+    if beside is not None and touches_tables(model, model.active) and not beside.tied:
+        wrong.append("the adapter makes two tables of a tied one, and the file would hold one")
     if arch.startswith("gemma"):
         wrong += _gemma_limits(arch, config)
     elif any(window is not None for window in config.windows):
@@ -117,6 +130,12 @@ def _check(model: Model, path: Path, dtype: str, adapter_only: bool) -> str:
     if wrong:
         raise ValueError(f"save_gguf: {'; '.join(wrong)}.")
     return arch
+
+
+def _beside(lora: Lora) -> str:
+    """What an adapter trains beside projections."""
+    kinds = {"copies of modules": lora.copies, "updates of the tables": lora.tables, "rows of tokens": lora.tokens}
+    return ", ".join(kind for kind, there in kinds.items() if there)
 
 
 def _gemma_limits(arch: str, config: Any) -> list[str]:
@@ -247,10 +266,17 @@ def _stored(model: Model, arch: str, name: str, values: Tensor) -> Tensor:
 def _values(model: Model, arch: str, name: str, module: Any) -> Tensor:
     """A module's weight, with the active adapter in it, or its bias, as it is written."""
     if name.endswith(".bias"):
-        return _stored(model, arch, name, module.bias.detach().float().cpu())
+        bias = (module.bias if module.bias_before is None else module.bias_before).detach().float().cpu()
+        if (copy := module.copy_of(model.active)) is not None:
+            bias = copy.bias.detach().float().cpu()
+        elif model.active is not None and module.active == model.active:
+            bias = merged_bias(bias, module, model.active)
+        return _stored(model, arch, name, bias)
     merged = getattr(module, "merged", None)
     weight = dequantize(module.weight if merged is None else merged[1], torch.float32).detach().cpu()
-    if isinstance(module, Linear) and model.active is not None and module.active == model.active:
+    if model.active is not None and changes(module, model.active):
+        weight = with_adapter(weight, module, model.active)
+    elif isinstance(module, Linear) and model.active is not None and module.active == model.active:
         weight = merged_weight(weight, module, model.active)
     return _stored(model, arch, name, weight)
 
@@ -283,7 +309,7 @@ def _adapter(model: Model, arch: str, dtype: str) -> tuple[dict[str, Any], dict[
     for stem, module in _named(model, arch).items():
         if not isinstance(module, Linear) or module.active != model.active:
             continue
-        a, b = (factor.detach().float().cpu() for factor in module.factors(model.active))
+        a, b = (matrix.detach().float().cpu() for matrix in module.matrices(model.active))
         b = b * (module.adapters[model.active].scale * len(a) / lora.alpha)
         b = _stored(model, arch, f"{stem}.weight", b)
         for name, factor in (("lora_a", a), ("lora_b", b)):

@@ -18,6 +18,7 @@ import re
 import struct
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ NUMBERS = dict(enumerate("u1 i1 u2 i2 u4 i4 f4 ?".split())) | {
 }  # value types, numpy's name
 STRING, ARRAY = 8, 9  # the other two
 HEADER = 1 << 25  # bytes of metadata that are read; the largest vocabularies take a quarter, and in Python ten times it
+PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}  # types of numbers as they are
 PATTERNS = {"gemma2": 2, "gemma3": 6}  # every n-th layer sees all, as llama.cpp has it
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -179,11 +181,19 @@ class Gguf(Checkpoint):
             raise ValueError(f"{self.folder} {got} {key}, which must be of type {kind.__name__}: convert it afresh.")
         return value
 
+    def format(self, name: str) -> str:
+        kind = library().GGMLQuantizationType(self.tensors[self.own[name]].kind).name
+        return f"dense {PLAIN[kind]}" if kind in PLAIN else f"GGUF {kind}"
+
+    @cached_property
+    def own(self) -> dict[str, str]:
+        """Hugging Face's names of the tensors -> GGUF's."""
+        return {hf_name(name, self.arch): name for name in self.tensors}
+
     def read(self, names: Collection[str], mmap: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """The named tensors in file order, dequantised to fp32, in memory of their own (``mmap`` has no meaning)."""
-        stored = {hf_name(name, self.arch): name for name in self.tensors}
         for name in sorted(names, key=lambda name: self.entries[name].start):
-            yield name, self._plain(name, dequantized(self.folder, self.tensors[stored[name]]))
+            yield name, self._plain(name, dequantized(self.folder, self.tensors[self.own[name]]))
 
     def _plain(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor as Hugging Face keeps it."""

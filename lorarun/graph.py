@@ -33,7 +33,9 @@ from torch.autograd.function import once_differentiable
 
 from lorarun.bucket import Given, Inputs, Shape, pack, shape_of, unpack
 from lorarun.kernels.backend import runs_triton, why
-from lorarun.nn import Linear, Model
+from lorarun.linear import PARTS, Linear
+from lorarun.nn import Model
+from lorarun.trained import beyond
 
 GRAPHS = 8  # held at a time; they share one pool, which takes what the largest needs
 SIGHTINGS = 2  # a step is captured when its key comes up for this time: the first compiles kernels and fills caches
@@ -44,6 +46,7 @@ IDLE = 64  # replays after which a graph that served none of them may make room 
 WORK = 4.5e11
 
 Compute = Callable[[Model, Inputs], Tensor]
+Slot = tuple[dict[str, Any], str]  # what holds a trained parameter, and under which name
 
 
 # --- what a step depends on ------------------------------------------------------------------------------------------
@@ -55,11 +58,11 @@ class Look(NamedTuple):
     obstacle: str | None
     structure: tuple[Any, ...]
     state: tuple[Any, ...]
-    factors: list[nn.Module]  # whose parameters are trained
+    slots: list[Slot]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        return [factor.__dict__["_parameters"]["weight"] for factor in self.factors]
+        return [held[name] for held, name in self.slots]
 
 
 def look(model: Model) -> Look:
@@ -67,19 +70,19 @@ def look(model: Model) -> Look:
 
     Below a projection only its weight and its adapters' matrices are looked at, which never call anything.
     """
+    if (beside := beyond(model)) is not None:
+        return Look(beside, (), (), [])
     structure: list[Any] = []
     state: list[Any] = []
-    learning: list[nn.Module] = []
+    learning: list[Slot] = []
     obstacle, live = None, False
     stack: list[nn.Module] = [model]
     while stack:
         module = stack.pop()
         kind = type(module)
         own: dict[str, Any] = module.__dict__
-        if (
-            own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]
-            or own["_backward_pre_hooks"] or "forward" in own
-        ):  # fmt: skip
+        hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+        if "forward" in own or any(own[each] for each in hooks):
             obstacle = f"a {kind.__name__} has hooks or another forward"
         elif kind.__module__[:7] not in ("lorarun", "torch.n"):
             obstacle = f"a {kind.__name__} is none of lorarun's modules"
@@ -91,19 +94,20 @@ def look(model: Model) -> Look:
         if kind is not Linear:
             stack.extend(child for child in own["_modules"].values() if child is not None)
             continue
+        if own["trained"] is not None:
+            obstacle = "a base weight is trained"
         if own["scaled"] is not None:
             structure += (part.data_ptr() for way in own["scaled"] for part in way)
         if own["_modules"]:
             live |= _look_below(own, structure, state, learning)
-    if obstacle is None and not (learning and live):
-        obstacle = "no adapter is trained"
+    obstacle = "no adapter is trained" if obstacle is None and not (learning and live) else obstacle
     found = Look(obstacle, tuple(structure), tuple(state), learning)
     if obstacle is None and len({parameter.dtype for parameter in found.parameters}) > 1:
         return found._replace(obstacle="adapter matrices of several dtypes")
     return found
 
 
-def _look_below(own: dict[str, Any], structure: list[Any], state: list[Any], learning: list[nn.Module]) -> bool:
+def _look_below(own: dict[str, Any], structure: list[Any], state: list[Any], learning: list[Slot]) -> bool:
     """Add a projection's store and adapters; whether one of these runs."""
     children = own["_modules"]
     if (store := children.get("weight")) is not None:
@@ -113,13 +117,15 @@ def _look_below(own: dict[str, Any], structure: list[Any], state: list[Any], lea
             structure.append(store.dense[1].data_ptr())
     if not own["adapters"]:
         return False
-    for side in ("lora_A", "lora_B"):
-        for factor in children[side].__dict__["_modules"].values():
-            matrix = factor.__dict__["_parameters"]["weight"]
-            structure.append(matrix.data_ptr())
-            if matrix.requires_grad:
-                learning.append(factor)
-                state.append(len(structure))
+    for kind in PARTS:
+        for factor in children[kind].__dict__["_modules"].values() if kind in children else ():
+            held = factor.__dict__["_parameters"]
+            structure += (t.data_ptr() for t in factor.__dict__["_buffers"].values() if t is not None)
+            for name in [name for name, parameter in held.items() if parameter is not None]:
+                structure.append(held[name].data_ptr())
+                if held[name].requires_grad:
+                    learning.append((held, name))
+                    state.append(len(structure))
     adapter, on = own["adapters"].get(own["active"]), own["merged"] is None
     state.append((own["active"], own["training"], on))
     state.append(None if adapter is None else (adapter.scale, adapter.dropout, adapter.stream))
@@ -189,21 +195,21 @@ class Step:
         model = self.model()
         assert model is not None and self.flat is not None
         inputs, clock = unpack(self.flat, self.shape)
-        held = [factor._parameters for factor in look(model).factors]
-        masters = [each["weight"] for each in held]
+        slots = look(model).slots
+        masters = [held[name] for held, name in slots]
         # The same memory without the hooks of the parameters, which belong to the loss that is replayed.
-        bare = [nn.Parameter(master.detach()) for master in masters if master is not None]
+        bare = [nn.Parameter(master.detach()) for master in masters]
         self.clock.now = clock
         try:
-            for each, parameter in zip(held, bare, strict=True):
-                each["weight"] = parameter
+            for (held, name), parameter in zip(slots, bare, strict=True):
+                held[name] = parameter
             with torch.enable_grad():
                 loss = self.compute(model, inputs)
                 grads = torch.autograd.grad(loss, bare, allow_unused=True)
         finally:
             self.clock.now = None
-            for each, master in zip(held, masters, strict=True):
-                each["weight"] = master
+            for (held, name), master in zip(slots, masters, strict=True):
+                held[name] = master
         self.loss.copy_(loss.detach())
         self.used = [grad is not None for grad in grads]
         views = [view for view, used in zip(self.views(self.grads), self.used, strict=True) if used]
@@ -291,8 +297,7 @@ class Steps:
         """The captured step for a batch, captured now where it is time to; else None, and ``reason`` says why."""
         if found.structure != self.structure:
             self.drop()
-            self.structure, self.stopped = found.structure, None
-            self.seen.clear()
+            self.structure, self.stopped, self.seen = found.structure, None, {}
         key = shape, model.dtype, found.state, model.compute
         if key in self.held:
             self.held.move_to_end(key)

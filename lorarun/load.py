@@ -13,13 +13,14 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lorarun import adapter as adapters
-from lorarun.checkpoint import Checkpoint, fill, open_checkpoint, read_config, stored_names
+from lorarun.checkpoint import VISION, Checkpoint, fill, open_checkpoint, read_config, stored_names
 from lorarun.config import stored_dtype
 from lorarun.gguf_config import gguf_config
 from lorarun.gguf_read import Gguf, open_gguf
@@ -113,10 +114,16 @@ def load(
         model.tokenizer = Tokenizer.load(source.folder, template=template)
     model.requires_grad_(False).eval()
     fill(model, checkpoint, dtype, place, mmap, model.nested, stores)
-    model.source = source
+    model.source, model.original = source, partial(_original, source.folder, model.nested)
     if folder is not None:
         adapters.load_adapter(model, folder)
     return model.eval()
+
+
+def _original(folder: Path, nested: bool, name: str) -> torch.Tensor:
+    """A weight of a loaded model, by its name there, read again as its checkpoint has it; fp32 on the CPU."""
+    checkpoint = open_gguf(folder) if folder.is_file() else open_checkpoint(folder)
+    return checkpoint.dense(stored_names(checkpoint, nested)[0][name])
 
 
 def _unpacked_tokenizer(file: Gguf, raw: Mapping[str, Any], template: str | None) -> Tokenizer | None:
@@ -190,12 +197,7 @@ def _stores(
         raise ValueError(f"load: skip names {', '.join(unknown)}, which no module of this model is called.")
     places, _ = stored_names(checkpoint, model.nested)
     packed = {name: checkpoint.packed[place] for name, place in places.items() if place in checkpoint.packed}
-    stored = {
-        name: packed[name].kind
-        if name in packed
-        else f"dense {str(checkpoint.entries[place].dtype).removeprefix('torch.')}"
-        for name, place in places.items()
-    }
+    stored = {name: checkpoint.format(place) for name, place in places.items()}
     projections = [f"{path}.weight" for path, _ in find_targets(model, "all-linear") if not selects(names, path)]
     held = {name: packed[name].store for name in projections if name in packed}
     if bits == 8 and NF4Store in held.values():
@@ -223,6 +225,8 @@ def _say(
     for (kind, after), names in converted.items():
         lossy = "" if after == "dense" else ", which rounds them again"
         print(f"load: stored as {kind}, made {after}{lossy}: {abbreviate(names)}.", file=sys.stderr)
+    if aside := [name for name in checkpoint.entries if name.removeprefix("model.").startswith(VISION)]:
+        print(f"load: {len(aside)} tensors of a vision tower are left aside.", file=sys.stderr)
     if checkpoint.packed and checkpoint.quantised.notice:
         print(f"load: {checkpoint.quantised.notice}.", file=sys.stderr)
     if stores and device.type == "cpu":

@@ -18,7 +18,8 @@ from lorarun.bucket import sent
 from lorarun.data import Batches, Document, Prepared, targets
 from lorarun.decode import aside
 from lorarun.documents import check_rows, documents_of
-from lorarun.kernels.cross_entropy import IGNORE, linear_cross_entropy
+from lorarun.head import head_losses
+from lorarun.kernels.cross_entropy import IGNORE
 from lorarun.nn import Model
 
 
@@ -58,7 +59,7 @@ def logprobs(
                 if t is not None
             )
             hidden = model.hidden_states(ids, positions, numbers)[0].index_select(0, where)
-            each = -linear_cross_entropy(hidden, model.lm_head.weight, goal, model.softcap).float()
+            each = -head_losses(model, hidden, goal).float()
             counts = [int((documents[i].labels[1:] != IGNORE).sum()) for i in chosen]
             for i, part in zip(chosen, each.split(counts), strict=True):
                 found[i] = part.clone()  # a view would hold on to the whole batch's

@@ -1,49 +1,33 @@
-"""Adapters: attach, choose, switch off, list, merge.
+"""Adapters: attach, choose, switch off, list.
 
-Five small functions over a plain model.  ``add_lora`` puts two small matrices beside each projection it is asked for
-and freezes everything else; the others say which adapter runs, or fold it into the weights and out again.  The
-arithmetic is in :class:`lorarun.nn.Linear`; files are the business of :mod:`lorarun.adapter`.
+Small functions over a plain model.  ``add_lora`` puts two small matrices beside each projection it is asked for and
+freezes everything else; the others say which adapter runs.  The arithmetic is in :class:`lorarun.nn.Linear`; folding an
+adapter into the weights is the business of :mod:`lorarun.merge`, files that of :mod:`lorarun.adapter`.
 
 Compared with the usual wrappers there is no wrapped model: names, checkpoints and hooks stay what they were.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lorarun.nn import Adapter, Linear, Model
-from lorarun.quant.store import Store
+from lorarun.dora import row_norms
+from lorarun.initial import first_values
+from lorarun.linear import Adapter
+from lorarun.nn import Linear, Model
+from lorarun.options import Lora, faults, of_pattern
+from lorarun.quant.store import NF4Store, Store, dequantize
+from lorarun.trained import TABLES, add_beside, inside_adapter, owner, parameters_of, plan_beside, switch, weighted
 
 # The projections of a block, by the input they read.  Those that share an input share its dropout mask.
 INPUTS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1, "gate_proj": 2, "up_proj": 2, "down_proj": 3}
-
-
-@dataclass
-class Lora:
-    """What an adapter of a model is; fields as in PEFT's ``adapter_config.json`` where it has them."""
-
-    r: int
-    alpha: float
-    targets: str | list[str]
-    dropout: float
-    rslora: bool
-    layers: list[int] | None
-    modules: list[str]  # full names of the projections that carry it
-    seed: int | None = None
-
-    @property
-    def scale(self) -> float:
-        """alpha / r, or alpha / √r with ``rslora`` (Kalajdzievski 2023, arXiv:2312.03732, section 3)."""
-        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
 
 def add_lora(
@@ -52,10 +36,11 @@ def add_lora(
     alpha: float = 16,
     targets: str | Sequence[str] = "all-linear",
     dropout: float = 0.0,
-    bias: bool = False,
+    bias: bool | str = False,
     rslora: bool = False,
     dora: bool = False,
     init: str = "default",
+    freeze_a: bool = False,
     layers: int | Sequence[int] | None = None,
     rank_pattern: dict[str, int] | None = None,
     alpha_pattern: dict[str, float] | None = None,
@@ -66,64 +51,150 @@ def add_lora(
 ) -> Model:
     """Attach a low-rank adapter, make it the active one, freeze all else and switch the model to training mode.
 
-    y = W·x + scale · B·A·drop(x), with A [r, in] uniform in ±1/√in, B [out, r] zero (so the model starts unchanged),
-    and scale = alpha / r, or alpha / √r with ``rslora``.
+    y = W·x + scale · B·A·drop(x), with A [r, in], B [out, r], and scale = alpha / r, or alpha / √r with ``rslora``.
+    The model starts unchanged (but see ``init``).
 
     targets: "all-linear" (the seven projections of every block, never the head); another string is a regular
         expression that must match a module's whole name; a list has names that a module's name equals or ends in
-        ("q_proj", "mlp.up_proj").
+        ("q_proj", "mlp.up_proj", "embed_tokens", "lm_head").
     layers: only these blocks, numbered from 0.
+    rank_pattern, alpha_pattern: another r or alpha for some projections, by regular expressions for what their names
+        end in, behind a dot: {"o_proj": 4, "layers.[01].mlp.up_proj": 32}.  The first that matches counts.
     dropout: probability for elements of the input; one mask serves all projections of one input (PEFT draws one for
-        each).
-    dtype: of A and B.
+        each).  With DoRA what is scaled sees the dropped input too, as in PEFT, which takes a second product.
+    bias: True gives B a bias; "lora_only" trains the biases of the projections that have an adapter, "all" those of
+        every projection.  They belong to the adapter: the base keeps its own, and has it back when the adapter is off.
+    dora: learn the length of each row of the weight apart from its direction (Liu et al. 2024, arXiv:2402.09353):
+        y = m · (W + scale · B·A)·x / ‖W + scale · B·A‖, row by row, m [out] starting as ‖W‖.
+    init: of A and B: "default" (A uniform in ±1/√in, B zero), "gaussian", "pissa", "pissa_niter_N", "olora", or
+        "loftq", with which NF4 weights start closer to what they were made from; see :mod:`lorarun.initial`.
+    freeze_a: train B alone (LoRA-FA, Zhang et al. 2023, arXiv:2308.03303): projections then keep no input for backward.
+    modules_to_save: modules that are trained whole, as copies, by what their names end in ("lm_head", "norm": all of
+        them).  They get no low-rank update.  Tied tables stay tied: what is asked for one is had by both.
+    dtype: of A and B and all else that is learned; of copies where it is wider than the weight.
     seed: for A's values and the dropout masks; without one, A comes from torch's global generator.
 
     Returns the model.  Raises ValueError for a target that matches nothing it could attach to, a name that is taken,
-    and for what is not supported: bias, dora, other initialisations, patterns, modules_to_save.
+    and for what is not supported, alone or together.
     """
-    _refuse(
-        bias=bias, dora=dora, rank_pattern=rank_pattern, alpha_pattern=alpha_pattern, modules_to_save=modules_to_save
-    )
-    if init != "default":
-        raise ValueError(f"add_lora: init={init!r} is not supported; 'default' is.")
-    if isinstance(r, bool) or not isinstance(r, int) or r < 1:
-        raise ValueError(f"add_lora: r is {r!r}; expected a whole number from 1 up.")
-    if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"add_lora: dropout is {dropout}; expected a probability from 0 up to, not including, 1.")
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2):
-        raise ValueError(f"add_lora: dtype is {dtype!r}; expected a floating-point torch.dtype.")
-    if not (isinstance(alpha, int | float) and 0.0 < alpha < math.inf):
-        raise ValueError(f"add_lora: alpha is {alpha!r}; expected a number above 0.")
-    check_new(model, name, "add_lora")
     wanted = targets if isinstance(targets, str) else list(targets)
     blocks = [layers] if isinstance(layers, int) else None if layers is None else sorted(set(layers))
+    own = bias if isinstance(bias, str) else "none"
+    lora = Lora(
+        r, alpha, wanted, dropout, rslora, blocks, [], seed, dict(rank_pattern or {}), dict(alpha_pattern or {}),
+        own, bias is True, dora, init, freeze_a,
+    )  # fmt: skip
+    if wrong := faults(lora, dtype):
+        raise ValueError(f"add_lora: {'; '.join(wrong)}.")
+    check_new(model, name, "add_lora")
     found = find_targets(model, wanted, blocks)
-    lora = Lora(r, alpha, wanted, dropout, rslora, blocks, [path for path, _ in found], seed)
+    plan_beside(model, lora, modules_to_save, chosen_tables(wanted), "add_lora")
+    found = [(path, linear) for path, linear in found if path not in lora.copies]
+    lora.modules = [path for path, _ in found]
+    _check_fits(model, lora, found)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-
-    def factors(linear: Linear) -> tuple[Tensor, Tensor]:
-        bound = 1.0 / math.sqrt(linear.in_features)
-        a = torch.empty(r, linear.in_features, dtype=torch.float32, device="cpu")
-        b = torch.zeros(linear.out_features, r, dtype=dtype, device="cpu")
-        return a.uniform_(-bound, bound, generator=generator).to(dtype), b
-
-    attach(model, name, lora, ((path, linear, *factors(linear)) for path, linear in found))
+    parts = _first_parts(model, lora, found, dtype, generator)
+    attach(model, name, lora, parts, dtype, generator=generator)
     return model.train()
 
 
-def attach(model: Model, name: str, lora: Lora, parts: Iterable[tuple[str, Linear, Tensor, Tensor]]) -> None:
-    """Put an adapter's matrices in place, (module name, module, A, B) for each projection, and make it the active one.
+def _check_fits(model: Model, lora: Lora, found: list[tuple[str, Linear]]) -> None:
+    """Raise ValueError for arguments that this model cannot honour."""
+    wrong = []
+    for kind, pattern in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        for key in pattern:
+            if not any(of_pattern({key: 1}, path, 0) for path in (*lora.modules, *lora.tables)):
+                wrong.append(f"{kind}: {key!r} matches none of the projections that get an adapter")
+    plain = {"dora": lora.dora, "bias=True": lora.lora_bias, "freeze_a": lora.freeze_a}
+    plain[f"init={lora.init!r}"] = lora.init != "default"
+    if lora.tables and (asked := [option for option, there in plain.items() if there]):
+        wrong.append(f"{', '.join(asked)} on {' and '.join(lora.tables)} is not supported; leave these out of targets")
+    if lora.bias != "none" and not biased(model, lora):
+        wrong.append(f"bias={lora.bias!r}: these projections have no bias to train; bias=True gives B one")
+    if lora.init not in ("default", "gaussian"):
+        large = [path for path, linear in found if lora.rank_of(path) > min(linear.weight.shape)]
+        if large:
+            wrong.append(f"init={lora.init!r} takes r from the weight's own, and {large[0]} has fewer")
+    if lora.init == "loftq":
+        other = [path for path, linear in found if not isinstance(linear.weight, NF4Store)]
+        packed = [path for path, _ in found if not model.stored.get(f"{path}.weight", "dense").startswith("dense ")]
+        if other or model.original is None:
+            wrong.append("init='loftq' starts from what NF4 took from the weights; load the model with bits=4")
+        elif packed:
+            wrong.append(f"init='loftq' needs the weights before they were quantised, and {packed[0]} is stored so")
+    if wrong:
+        raise ValueError(f"add_lora: {'; '.join(wrong)}.")
 
-    What ``add_lora`` and ``load_adapter`` share.
+
+def biased(model: Model, lora: Lora) -> dict[str, Linear]:
+    """The projections whose own bias an adapter trains."""
+    if lora.bias == "none":
+        return {}
+    every = {path: m for path, m in model.named_modules() if isinstance(m, Linear) and block_of(path) is not None}
+    every = {path: m for path, m in every.items() if m.bias is not None and path not in lora.copies}
+    return {path: m for path, m in every.items() if lora.bias == "all" or path in lora.modules}
+
+
+def _first_parts(
+    model: Model, lora: Lora, found: list[tuple[str, Linear]], dtype: torch.dtype, generator: torch.Generator | None
+) -> Iterator[tuple[str, Linear, dict[str, Any]]]:
+    """What :func:`attach` takes, as training begins."""
+    own = biased(model, lora)
+    for path, linear in found:
+        scale, original = lora.scale_of(path), None
+        if lora.init == "loftq":
+            original = model.original(f"{path}.weight")
+        a, b, start = first_values(lora.init, linear.weight, lora.rank_of(path), scale, dtype, generator, original)
+        part: dict[str, Any] = {"a": a, "b": b, "start": start}
+        if lora.lora_bias:
+            part["b_bias"] = b.new_zeros(len(b))
+        if lora.dora:
+            w = dequantize(linear.weight, model.dtype) if isinstance(linear.weight, Store) else linear.weight
+            whole = (a, b) if start is None else (torch.cat((a, start[0])), torch.cat((b, start[1]), 1))
+            part["magnitude"] = row_norms(w, whole[0].to(w.device), whole[1].to(w.device), scale).to(dtype)
+        if path in own:
+            part["bias"] = _copied(linear.bias, dtype)
+        yield path, linear, part
+    for path, linear in own.items():
+        if path not in lora.modules:
+            yield path, linear, {"bias": _copied(linear.bias, dtype)}
+
+
+def _copied(bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    assert bias is not None
+    return bias.detach().to(dtype, copy=True)
+
+
+def attach(
+    model: Model,
+    name: str,
+    lora: Lora,
+    parts: Iterable[tuple[str, Linear, dict[str, Any]]],
+    dtype: torch.dtype | None = None,
+    values: Mapping[str, Tensor] | None = None,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Put an adapter in place, (module name, module, arguments of ``Linear.attach``) for each projection, and make it
+    the active one.
+
+    What ``add_lora``, ``load_adapter`` and ``combine_adapters`` share.  dtype, values, generator: of what it trains
+    beside projections, see :func:`lorarun.trained.add_beside`.
     """
     model.requires_grad_(False)
     if lora.seed is not None:
         model.clock.seed = lora.seed
-    for path, linear, a, b in parts:
-        adapter = Adapter(lora.scale, lora.dropout, _stream(path), model.clock)
-        linear.attach(name, adapter, a.to(linear.weight.device), b.to(linear.weight.device))
+    for path, linear, part in parts:
+        adapter = Adapter(lora.scale_of(path), lora.dropout, _stream(path), model.clock, lora.freeze_a)
+        linear.attach(name, adapter, **{key: _to(value, linear.weight.device) for key, value in part.items()})
+    add_beside(model, name, lora, dtype, values, generator)
     model.adapters[name] = lora
     use_adapter(model, name)
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, tuple):
+        return tuple(each.to(device) for each in value)
+    return None if value is None else value.to(device)
 
 
 def check_new(model: Model, name: str, call: str) -> None:
@@ -132,7 +203,7 @@ def check_new(model: Model, name: str, call: str) -> None:
         raise ValueError(f"{call}: name is {name!r}; expected a name without dots that no torch module has itself.")
     if name in model.adapters:
         raise ValueError(f"{call}: there is an adapter named {name!r} already; choose another name=.")
-    _check_not_merged(model, call)
+    check_not_merged(model, call)
 
 
 def _stream(path: str) -> int:
@@ -140,22 +211,16 @@ def _stream(path: str) -> int:
     return (block_of(path) or 0) * 4 + INPUTS[path.rpartition(".")[2]]
 
 
-def _refuse(**unsupported: Any) -> None:
-    active = [key for key, value in unsupported.items() if value]
-    if active:
-        raise ValueError(f"add_lora: {', '.join(active)} {'is' if len(active) == 1 else 'are'} not supported.")
-
-
 def find_targets(model: Model, targets: str | list[str], layers: list[int] | None = None) -> list[tuple[str, Linear]]:
     """The projections that ``targets`` means, with their names, in the model's order; see :func:`add_lora` for the
-    rules."""
+    rules.  The tables, which it may mean too, are :func:`chosen_tables`'s."""
     blocks = len(model.model.layers)
     if layers is not None and (not layers or not all(isinstance(i, int) and 0 <= i < blocks for i in layers)):
         raise ValueError(f"layers={layers}: expected numbers of blocks from 0 to {blocks - 1}.")
     modules = {
         path: module
         for path, module in model.named_modules()
-        if path and "lora_" not in path and not isinstance(module, Store)
+        if path and not inside_adapter(path) and not isinstance(module, Store)
     }
     matched = [path for path in modules if selects(targets, path)]
     if not matched:
@@ -167,22 +232,23 @@ def find_targets(model: Model, targets: str | list[str], layers: list[int] | Non
         raise ValueError(
             f"targets={targets!r} match no module; projections are named {', '.join(sorted(INPUTS))}.{hint}"
         )
-    head = [path for path in matched if path in ("lm_head", "model.embed_tokens")]
-    if head:
-        raise ValueError(
-            f"targets: adapters on {' and '.join(head)} are not supported; the projections of the blocks are."
-        )
-    wrong = [path for path in matched if not isinstance(modules[path], Linear)]
+    below = [path for path in matched if path not in TABLES]
+    wrong = [path for path in below if not isinstance(modules[path], Linear)]
     if wrong:
         shown = ", ".join(f"{path} ({type(modules[path]).__name__})" for path in wrong[:3])
         raise ValueError(f"targets={targets!r} match {len(wrong)} modules that are no projections, such as {shown}.")
     if not isinstance(targets, str):
         if unmatched := [target for target in targets if not any(selects([target], path) for path in matched)]:
             warnings.warn(f"targets {', '.join(unmatched)} match no module of this model.", stacklevel=3)
-    chosen = [path for path in matched if layers is None or block_of(path) in layers]
-    if not chosen:
+    chosen = [path for path in below if layers is None or block_of(path) in layers]
+    if not chosen and layers is not None:
         raise ValueError(f"targets={targets!r} match no module of layers {layers}.")
     return [(path, module) for path in chosen if isinstance(module := modules[path], Linear)]
+
+
+def chosen_tables(targets: str | list[str]) -> list[str]:
+    """The embedding and the head, where ``targets`` means them."""
+    return [path for path in TABLES if selects(targets, path)]
 
 
 def selects(targets: str | list[str], path: str) -> bool:
@@ -212,89 +278,49 @@ def use_adapter(model: Model, name: str | None) -> None:
     """Make one adapter the active one (it runs, and its parameters are trainable), or none with None."""
     if name is not None and name not in model.adapters:
         raise ValueError(f"There is no adapter {name!r}; the model has {', '.join(model.adapters) or 'none'}.")
-    _check_not_merged(model, "use_adapter")
+    check_not_merged(model, "use_adapter")
     model.active = name
     for _, linear in linears(model):
         linear.active = name if name in linear.adapters else None
-        for each in linear.adapters:
-            for factor in linear.factors(each):
-                factor.requires_grad_(each == name)
+    switch(model, name)
 
 
 @contextmanager
 def adapters_disabled(model: Model) -> Iterator[None]:
     """Run the base model alone inside a ``with`` block; afterwards all is as before, whatever happened in it."""
-    _check_not_merged(model, "adapters_disabled")
-    active, carriers = model.active, [linear for _, linear in linears(model)]
-    running = [linear.active for linear in carriers]
-    factors = [factor for linear in carriers for each in linear.adapters for factor in linear.factors(each)]
-    trained = [factor.requires_grad for factor in factors]
+    check_not_merged(model, "adapters_disabled")
+    active, carriers = model.active, [module for _, module in weighted(model)]
+    running = [(module.active, module.trained) for module in carriers]
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         model.active = None
-        for linear in carriers:
-            linear.active = None
+        for module in carriers:
+            module.active = module.trained = None
         yield
     finally:
         model.active = active
-        for _, linear in linears(model):
-            linear.active = None  # also what was attached inside
-        for linear, name in zip(carriers, running, strict=True):
-            linear.active = name
-        for factor, flag in zip(factors, trained, strict=True):
-            factor.requires_grad_(flag)
+        for module, (adapter, trained) in zip(carriers, running, strict=True):
+            module.active, module.trained = adapter, trained  # also where something was attached inside
+        for name, parameter in model.named_parameters():
+            if owner(name) is not None:
+                parameter.requires_grad_(False)
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
 
 
 def lora_parameters(model: Model, name: str | None = None) -> list[nn.Parameter]:
-    """The matrices of an adapter (the active one by default), in the model's order: what an optimizer is given."""
+    """Everything that an adapter trains (the active one by default), in the model's order: what an optimizer is given.
+
+    Its matrices, and where it has them its copies of modules and its rows of tokens.
+    """
     name = model.active if name is None else name
     if name not in model.adapters:
         raise ValueError(
             f"There is no adapter {name!r}; the model has {', '.join(model.adapters) or 'none: call add_lora'}."
         )
-    return [factor for _, linear in linears(model) if name in linear.adapters for factor in linear.factors(name)]
+    return parameters_of(model, name)
 
 
-def merged_weight(weight: Tensor, linear: Linear, name: str, device: torch.device | str | None = None) -> Tensor:
-    """W + scale · B·A of an adapter, [out, in]: computed in fp32 (fp64 for a weight of that) and not rounded yet.
-
-    weight: W, which may be another than the linear's own.  device: where to compute, by default where ``weight`` is.
-    """
-    device = weight.device if device is None else torch.device(device)
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    a, b = (factor.detach().to(device, wide) for factor in linear.factors(name))
-    with torch.autocast(device.type, enabled=False):
-        return weight.to(device, wide) + linear.adapters[name].scale * (b @ a)
-
-
-def merge(model: Model) -> None:
-    """Fold the active adapter into the weights: W ← W + scale · B·A, added in fp32 and rounded once.
-
-    Calling it again changes nothing.  The weights before are kept in host memory, so that :func:`unmerge` restores
-    every bit.
-    """
-    if model.active is None:
-        raise ValueError("merge: no adapter is active; attach one with add_lora or load_adapter.")
-    stored = [path for path, linear in linears(model) if linear.active and isinstance(linear.weight, Store)]
-    if stored:
-        raise ValueError(
-            f"merge: {len(stored)} projections are quantised, and an adapter folded into them would be rounded to "
-            "their few bits; write a merged model in 16 bits with save_merged, or load with bits=16 to merge in memory."
-        )
-    for _, linear in linears(model):
-        if linear.active is not None and linear.merged is None:
-            weight = linear.weight.data
-            linear.merged = (linear.active, weight.to("cpu", copy=True))
-            weight.copy_(merged_weight(weight, linear, linear.active))
-
-
-def unmerge(model: Model) -> None:
-    """Undo :func:`merge`, to the bit.  Does nothing to a model that is not merged."""
-    for _, linear in linears(model):
-        if linear.merged is not None:
-            linear.weight.data.copy_(linear.merged[1])
-            linear.merged = None
-
-
-def _check_not_merged(model: Model, call: str) -> None:
-    if any(linear.merged is not None for _, linear in linears(model)):
+def check_not_merged(model: Model, call: str) -> None:
+    if any(module.merged is not None for _, module in weighted(model)):
         raise ValueError(f"{call}: the adapter {model.active!r} is merged into the weights; call unmerge(model) first.")

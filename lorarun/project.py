@@ -9,6 +9,10 @@ What autograd keeps: for ``project`` x and u (a few columns), for ``gated_mlp`` 
 adapters' terms, and u.  Activations and adapter terms are computed again on the way back; frozen weights are never
 kept.  A block's policy (:mod:`lorarun.recompute`) can have less kept, and the MLP's rows taken in tiles.
 
+DoRA scales the columns of a product, and its gradient needs them as they were before: they are kept, too.  Learned
+biases are added by autograd.  An MLP with one of these runs as project, activation, project, whole and with gate and up
+kept.
+
 A ``Linear`` that somebody subclassed, hooked or trains takes the separate path through its own ``forward``; the
 reason is given by :func:`obstacle`, which the report shows.
 """
@@ -28,8 +32,10 @@ from lorarun.kernels.dropout import Dropout
 from lorarun.kernels.gated import adapted_backward, adapted_forward, gated
 from lorarun.kernels.lora import Branch, lora_down, lora_grad, lora_input_grad, lora_up_, serves
 from lorarun.kernels.replay import decide, frame, keep
+from lorarun.kernels.rescale import columns, rescale_backward, rescale_forward
 from lorarun.kernels.scaled import quantize_rows, scaled_mm
-from lorarun.nn import Linear, few_projected, untouched
+from lorarun.linear import Linear, few_projected
+from lorarun.nn import untouched
 from lorarun.quant.store import Store, dense_side_by_side
 
 
@@ -37,6 +43,8 @@ def obstacle(linears: Sequence[Linear], dtype: torch.dtype) -> str | None:
     """Why these projections cannot run as one on inputs of ``dtype``; None when they can."""
     if not all(untouched(linear) for linear in linears):
         return "a projection is hooked or replaced"
+    if any(linear.trained is not None and linear.merged is None for linear in linears):
+        return "a base weight is trained"
     if any(linear.mixed is not None for linear in linears):
         return "rows of the batch have adapters of their own"
     if any(p is not None and p.requires_grad for linear in linears for p in (linear.weight, linear.bias)):
@@ -44,8 +52,11 @@ def obstacle(linears: Sequence[Linear], dtype: torch.dtype) -> str | None:
     dense = {str(linear.weight.dtype) for linear in linears if not isinstance(linear.weight, Store)}
     if dtype == torch.float64 or dense - {str(dtype)}:
         return f"inputs are {dtype}, weights {', '.join(sorted(dense)) or 'stored'}"
-    if len({drop for branch, drop in (linear.running() for linear in linears) if branch.rank}) > 1:
+    running = [linear.running() for linear in linears]
+    if len({each.drop for each in running if each.branch.rank}) > 1:
         return "adapters of one input differ in dropout"
+    if any(each.magnitude is not None and each.drop is not None for each in running):
+        return "DoRA with dropout multiplies by the weight twice"
     return None
 
 
@@ -54,8 +65,8 @@ def _fused(x: Tensor, linears: Sequence[Linear]) -> tuple[list[Branch], Dropout 
     if not runs_triton(x) or autocast(x.device) or obstacle(linears, x.dtype) is not None:
         return None
     running = [linear.running() for linear in linears]
-    branches = [branch for branch, _ in running]
-    drop = next((drop for branch, drop in running if branch.rank), None)
+    branches = [each.branch for each in running]
+    drop = next((each.drop for each in running if each.branch.rank), None)
     flat = x.flatten(0, -2)
     return (branches, drop) if not any(b.rank for b in branches) or serves(flat, branches, drop) else None
 
@@ -80,12 +91,12 @@ class Frozen:
     ``sizes`` are the rows of each output.  Stored weights are dequantised side by side into one buffer that lives for
     the product alone (or stays, with ``model.keep_dense``); dense ones are multiplied one by one into the columns of
     one result, without copies.  With FP8 copies, made for just these projections by :mod:`lorarun.compute`, products
-    run on those.
+    run on those.  Biases that an adapter replaces or scales around are left out.
     """
 
     def __init__(self, linears: Sequence[Linear]) -> None:
         self.weights = [linear.weight for linear in linears]
-        self.biases = [linear.bias for linear in linears]
+        self.biases = [None if linear.running().after else linear.bias for linear in linears]
         self.sizes = [linear.out_features for linear in linears]
         self.stored = any(isinstance(weight, Store) for weight in self.weights)
         scaled = linears[0].scaled
@@ -148,7 +159,8 @@ def _cast(grads: Sequence[Tensor | None], like: Sequence[Tensor | None]) -> list
 
 
 class _Project(torch.autograd.Function):
-    """Saves x and u.  Backward: dx = dy·W + the adapters' part; dA and dB in one pass over x and one over dy.
+    """Saves x (unless every A is frozen) and u.  Backward: dx = dy·W + the adapters' part; dA and dB in one pass over x
+    and one over dy.  With scale [Σ sizes] the outputs are z · scale + shift, and the products z are saved as well.
 
     Replayed, the outputs are those of the first time if the block's policy kept ``name``.
     """
@@ -156,7 +168,7 @@ class _Project(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, frozen: Frozen, branches: list[Branch], drop: Dropout | None, name: str, x: Tensor,
-        *factors: Tensor | None,
+        scale: Tensor | None, shift: Tensor | None, *factors: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         branches = _rejoin(branches, factors)
         u = lora_down(x, branches, drop) if any(branch.rank for branch in branches) else None
@@ -165,18 +177,24 @@ class _Project(torch.autograd.Function):
             y = frozen.mm(x)
             return y if u is None else lora_up_(y, u, branches)
 
-        y: Tensor = keep(name, products)
+        y = z = keep(name, products)
+        if scale is not None:
+            y = rescale_forward(z, scale, shift)
         ctx.frozen, ctx.drop = frozen, drop
         ctx.shapes = [Branch(branch.size, scale=branch.scale) for branch in branches]
-        ctx.save_for_backward(None if u is None else x, u, *factors)
-        return y.split(frozen.sizes, dim=1)
+        needs_x = any(ctx.needs_input_grad[7::2])
+        ctx.save_for_backward(x if needs_x else None, u, None if scale is None else z, scale, shift, *factors)
+        return tuple(y.split(frozen.sizes, dim=1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
-        x, u, *factors = ctx.saved_tensors
+        x, u, z, scale, shift, *factors = ctx.saved_tensors
         dy = side_by_side(dys)
         grads: list[Tensor | None] = [None] * len(factors)
+        dscale = dshift = None
+        if z is not None:
+            dy, dscale, dshift = rescale_backward(dy, z, scale)
         dx, needs_dx = None, ctx.needs_input_grad[4]
         if u is not None:
             branches = _rejoin(ctx.shapes, factors)
@@ -184,7 +202,7 @@ class _Project(torch.autograd.Function):
             dx, grads[::2] = lora_input_grad(x, du, branches, ctx.drop, needs_dx)
         if needs_dx:
             dx = ctx.frozen.mm_t(dy, dx)
-        return None, None, None, None, dx, *_cast(grads, factors)
+        return None, None, None, None, dx, *_cast((dscale, dshift, *grads), (scale, shift, *factors))
 
 
 def side_by_side(parts: Sequence[Tensor]) -> Tensor:
@@ -237,7 +255,8 @@ def _add(total: Tensor | None, more: Tensor | None) -> Tensor | None:
 
 
 class _GatedMLP(torch.autograd.Function):
-    """Saves h, both u, and where ``save`` says so gate|up without their adapters' terms; the rest is computed again.
+    """Saves h, both u, and where ``save`` says so gate|up without their adapters' terms (then, where A is frozen, no
+    h); the rest is computed again.
 
     In tiles of ``tile`` rows gate|up, their activation and the gradients of these never exist whole; gradients of A
     and B are summed over tiles in fp32, first to last.
@@ -288,7 +307,8 @@ class _GatedMLP(torch.autograd.Function):
                 y = h.new_full((1, 1), float("nan")).expand(residual.shape)
         ctx.frozen, ctx.drops, ctx.act, ctx.tile = frozen, drops, act, tile
         ctx.shapes = [Branch(branch.size, scale=branch.scale) for branch in branches]
-        ctx.save_for_backward(h, gu, u, u_down, *factors)
+        needs_h = gu is None or any(ctx.needs_input_grad[8:11:2])
+        ctx.save_for_backward(h if needs_h else None, gu, u, u_down, *factors)
         assert y is not None
         return y
 
@@ -302,7 +322,7 @@ class _GatedMLP(torch.autograd.Function):
         du_down = None
         if u_down is not None:
             du_down, (grads[5],) = lora_grad(rows, u_down, [down])
-        wide, narrow = (None if ctx.tile is None else f.whole(h.dtype) for f in ctx.frozen)
+        wide, narrow = (None if ctx.tile is None else f.whole(dy.dtype) for f in ctx.frozen)
         needs_dh = ctx.needs_input_grad[6]
 
         def make(part: slice) -> tuple[Tensor | None, ...]:
@@ -316,11 +336,12 @@ class _GatedMLP(torch.autograd.Function):
             dh = None
             if u is not None:
                 du, dbs = lora_grad(dgu, u[part], [gate, up])
-                dh, das = lora_input_grad(h[part], du, [gate, up], _from_row(ctx.drops[0], part.start), needs_dh)
+                x = None if h is None else h[part]
+                dh, das = lora_input_grad(x, du, [gate, up], _from_row(ctx.drops[0], part.start), needs_dh)
                 grads[0:4:2], grads[1:4:2] = map(_add, grads[0:4:2], das), map(_add, grads[1:4:2], dbs)
             return (ctx.frozen[0].mm_t(dgu, dh, wide) if needs_dh else None,)
 
-        (dh,) = _in_tiles(len(h), ctx.tile, make)
+        (dh,) = _in_tiles(len(dy), ctx.tile, make)
         dresidual = dy if ctx.needs_input_grad[7] else None
         return None, None, None, None, None, None, dh, dresidual, *_cast(grads, factors)
 
@@ -344,17 +365,23 @@ def project(x: Tensor, *linears: Linear, name: str = "") -> tuple[Tensor, ...]:
         return tuple(linear(x) for linear in linears)
     branches, drop = served
     if drop is None and (few := few_projected(_rows(x), linears, branches)) is not None:
-        sizes = [linear.out_features for linear in linears]
-        return tuple(y.unflatten(0, x.shape[:-1]) for y in few.split(sizes, dim=1))
-    ys = _Project.apply(Frozen(linears), branches, drop, name, _rows(x), *_factors(branches))
-    return tuple(y.unflatten(0, x.shape[:-1]) for y in ys)
+        ys = tuple(y.unflatten(0, x.shape[:-1]) for y in few.split([linear.out_features for linear in linears], dim=1))
+        return tuple(linear.finish(y) for linear, y in zip(linears, ys, strict=True))
+    after = [linear.after(x.dtype) for linear in linears]
+    sizes = [linear.out_features for linear in linears]
+    scale = columns([each[0] for each in after], sizes, 1.0)
+    shift = None if scale is None else columns([each[1] for each in after], sizes, 0.0)
+    ys = _Project.apply(Frozen(linears), branches, drop, name, _rows(x), scale, shift, *_factors(branches))
+    ys = tuple(y.unflatten(0, x.shape[:-1]) for y in ys)
+    pairs = zip(ys, after, strict=True)
+    return tuple(y if bias is None or scale is not None else y + bias.to(y.dtype) for y, (_, bias) in pairs)
 
 
 def gated_mlp(h: Tensor, gate: Linear, up: Linear, down: Linear, act: str, residual: Tensor | None = None) -> Tensor:
     """down(act(gate(h)) · up(h)), plus ``residual`` where the call closes a block.  h, residual [batch, seq,
     hidden]."""
     opened, closed = _fused(h, (gate, up)), _fused(h, (down,))
-    if opened is None or closed is None:
+    if opened is None or closed is None or any(linear.running().after for linear in (gate, up, down)):
         raw_gate, raw_up = project(h, gate, up)
         middle = gated(raw_gate, raw_up, act)
         (y,) = project(middle, down)

@@ -18,10 +18,11 @@ from lorarun.kernels.attention import serves
 from lorarun.kernels.backend import runs_triton, why
 from lorarun.kernels.few_rows import ROWS
 from lorarun.kernels.replay import Frame, Running
-from lorarun.lora import linears
-from lorarun.nn import Linear, Model, few_stored
+from lorarun.linear import Linear, few_stored
+from lorarun.nn import Model
 from lorarun.project import Frozen, obstacle
 from lorarun.quant.store import Store, stores
+from lorarun.trained import owner, parameters_of, weighted
 
 
 class Report:
@@ -61,13 +62,14 @@ def report(model: Model) -> Report:
         },
         "model": {
             "family": f"{type(model).__name__} ({model.config.model_type})",
-            "parameters": sum(held.numel() for path, held in _weights(model) if "lora_" not in path),
+            "parameters": sum(held.numel() for path, held in _weights(model) if owner(path) is None),
             "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "device": str(model.device),
             "mode": "train" if model.training else "eval",
         },
         "storage": _storage(model),
-        "adapters": {name: _adapter(model, name) for name in model.adapters} or {"none": "the base model alone"},
+        "adapters": {name: _adapter(model, name) for name in model.adapters}
+        or {"none": "every weight is trained itself" if model.whole else "the base model alone"},
         "plan": model.planned.rows() if model.planned else {"none": "made at the first loss on an accelerator"},
         "operations": _operations(model),
     }
@@ -85,7 +87,7 @@ def _storage(model: Model) -> dict[str, str]:
     quantised = any(True for _ in stores(model))
     found: dict[str, list[tuple[str, Any]]] = {}
     for path, held in _weights(model):
-        if "lora_" in path:
+        if owner(path) is not None:
             group = "adapters"
         elif ".layers." not in path:
             group = "embedding, head, final norm"
@@ -129,15 +131,26 @@ def _held(weights: list[Any]) -> str:
 
 def _adapter(model: Model, name: str) -> str:
     lora = model.adapters[name]
-    carriers = [linear for _, linear in linears(model) if name in linear.adapters]
-    merged = any(linear.merged is not None and linear.merged[0] == name for linear in carriers)
-    live = any(linear.active == name for linear in carriers)
+    merged = any(module.merged is not None and module.merged[0] == name for _, module in weighted(model))
+    live = any(name in (module.active, module.trained) for _, module in weighted(model))
     state = "merged into the weights" if merged else "live" if live else "off"
-    dtypes = sorted({str(factor.dtype).removeprefix("torch.") for c in carriers for factor in c.factors(name)})
+    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters_of(model, name)})
+    ranks = _span({lora.rank_of(path) for path in lora.modules} or {lora.r})
+    scales = _span({lora.scale_of(path) for path in lora.modules} or {lora.scale})
+    biases = {"none": "", "lora_only": ", trained biases", "all": ", all biases trained"}[lora.bias]
+    beside = f", {len(lora.copies)} modules whole: {abbreviate(lora.copies)}" if lora.copies else ""
+    beside += f", {' and '.join(lora.tables)}" if lora.tables else ""
+    rows = {path: len(ids) for path, ids in lora.tokens.items()}
+    beside += "".join(f", {count} rows of {path}" for path, count in rows.items())
     return (
-        f"{state}; r={lora.r}, scale={lora.scale:g}, dropout={lora.dropout:g}, {len(carriers)} projections, "
-        f"{', '.join(dtypes)}"
+        f"{state}; r={ranks}, scale={scales}, dropout={lora.dropout:g}, {len(lora.modules)} projections{beside}, "
+        f"{', '.join(dtypes)}{', DoRA' * lora.dora}{', B with bias' * lora.lora_bias}{biases}"
+        f"{'' if lora.init == 'default' else f', init {lora.init}'}{', A frozen' * lora.freeze_a}"
     )
+
+
+def _span(values: set[float]) -> str:
+    return f"{min(values):g}" + (f" to {max(values):g}" if len(values) > 1 else "")
 
 
 LENGTH = 8192  # of the rows that the report asks attention about
@@ -193,7 +206,7 @@ def _decoding(model: Model) -> str:
 
     def from_codes(group: list[Linear]) -> bool:
         x = torch.empty(1, group[0].in_features, dtype=model.dtype, device=model.device)
-        return few_stored(x, group, [linear.running()[0] for linear in group]) is not None
+        return few_stored(x, group, [linear.running().branch for linear in group]) is not None
 
     served = sum(map(from_codes, stored))
     return f"{steps}; attention: {attention}; up to {ROWS} rows from codes: {served} of {len(stored)} stored groups"

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lorarun.kernels.cross_entropy import linear_cross_entropy
+from lorarun.head import head_losses
 from lorarun.nn import Model
 from lorarun.quant.store import Store, stores
 from lorarun.trace import Event, Tracer, rounded
@@ -217,7 +217,7 @@ def _loss(model: Model, tokens: int) -> Tensor:
     goal, rows = (torch.empty(tokens, dtype=torch.int64, device="meta") for _ in range(2))
     hidden = _inner(model, tokens)
     picked = hidden.flatten(0, 1).index_select(0, rows)
-    return linear_cross_entropy(picked, model.lm_head.weight, goal, model.softcap).sum() / tokens
+    return head_losses(model, picked, goal).sum() / tokens
 
 
 def _on_meta(module: Any, memo: dict[int, Any]) -> Any:

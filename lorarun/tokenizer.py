@@ -148,6 +148,7 @@ class Tokenizer:
         pad = self._id("pad")
         self.pad_id: int = pad if pad is not None else self.eos_id if self.eos_id is not None else 0
         self.vocab_size: int = core.get_vocab_size(with_added_tokens=True)
+        self.added: tuple[str, ...] = ()  # tokens that the checkpoint's has not
         wanted = config.get("add_bos_token")
         if wanted is None:
             wanted = core.encode("a").ids[:1] == [self.bos_id]
@@ -172,8 +173,11 @@ class Tokenizer:
             return None
         if (size := path.stat().st_size) > MAX_BYTES:
             raise ValueError(f"{path} has {size:,} bytes, and no tokenizer more than {MAX_BYTES:,}: fetch it again.")
+        data = path.read_bytes()
+        if re.search(rb'"continuing_subword_prefix"\s*:\s*"[^"]', data):  # where it does not fit, the package aborts
+            raise ValueError(f"{path} has a continuing_subword_prefix, as no tokenizer of a served family has.")
         try:
-            core = tokenizers.Tokenizer.from_file(str(path))
+            core = tokenizers.Tokenizer.from_buffer(data)
             core.encode("a")  # some files are read, and serve nothing
         except BaseException as error:  # the package raises bare Exception, and panics are not even that
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
@@ -256,6 +260,14 @@ class Tokenizer:
         except TypeError as error:
             got = f"{text!r:.60}, which is no valid Unicode" if isinstance(text, str) else f"a {type(text).__name__}"
             raise ValueError(f"only text can be encoded, got {got}") from error
+        except Exception as error:  # the package's own, which are nothing more
+            raise ValueError(f"the tokenizer in {self.folder} cannot encode {text!r:.60}: {error}") from error
+
+    def id_of(self, token: str) -> int:
+        """The id of one token; ValueError where there is none of that text."""
+        if (found := self._core.token_to_id(token)) is None:
+            raise ValueError(f"{token!r} is no token of {self.folder}.")
+        return int(found)
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """The ids of ``text``; with ``bos``, behind exactly one begin token if this tokenizer wants one."""
@@ -336,8 +348,8 @@ class Tokenizer:
 
     @property
     def replaced(self) -> bool:
-        """Whether ``template=`` chose another chat template than the checkpoint's own."""
-        return self.template != self._templates.get("default")
+        """Whether this is not the checkpoint's own: ``template=`` chose another chat template, or tokens were added."""
+        return bool(self.added) or self.template != self._templates.get("default")
 
     def save(self, folder: str | Path) -> None:
         """Copies the checkpoint's text files to ``folder``, byte for byte; a template chosen by ``template=`` is added.
@@ -349,7 +361,7 @@ class Tokenizer:
         for path in [*(self.folder / name for name in FILES), *(self.folder / TEMPLATES_FOLDER).glob("*.jinja")]:
             if path.is_file():
                 _write(folder / path.relative_to(self.folder), path.read_bytes())
-        if self.replaced and self.template is not None:
+        if self.template != self._templates.get("default") and self.template is not None:
             _write(folder / "chat_template.jinja", self.template.encode("utf-8"))
 
 

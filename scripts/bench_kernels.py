@@ -41,7 +41,7 @@ from torch import Tensor
 
 from lorarun.kernels import cross_entropy, fp8, gated, lora, rms_norm, rope
 from lorarun.kernels.backend import reference
-from lorarun.nn import Adapter, Clock, Linear
+from lorarun.linear import Adapter, Clock, Linear
 from lorarun.project import Frozen
 from lorarun.quant.store import FP8Store, NF4Store, dequantize_side_by_side
 

@@ -2,28 +2,30 @@
 """Fine-tune a model with LoRA, with the whole training loop in the open: copy this file and change what you need.
 
     python scripts/finetune.py llama-3.2-1b-instruct --data rows.jsonl --eval held_out.jsonl --question "Who are you?"
+    torchrun --nproc-per-node 4 scripts/finetune.py …            # the same on four GPUs, each step shared among them
 
-`lorarun.fit` has the same loop behind one call, and accumulation, pauses for evaluation and checks of the data besides.
+`lorarun.fit` has the same loop behind one call, and checkpoints to resume from, early stopping and samples besides.
 Data are JSONL, JSON, CSV, Parquet, texts or folders; `lorarun.rows` lists the layouts. Ctrl-C stops and saves.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
+import math
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 import lorarun
-from lorarun.data import Batch, Prepared, prepare, read_rows, supervised
+from lorarun import distributed
+from lorarun.checks import check_ids, summary, trainable
+from lorarun.data import prepare, read_rows
 from lorarun.nn import Model
-from lorarun.optim import learning_rate
+from lorarun.optim import Optimizer, learning_rate, starting_scale
 from lorarun.progress import Progress
-from lorarun.train import check_ids, evaluate, summary, tokens
+from lorarun.train import accumulated, tokens
 
 
 def arguments() -> argparse.Namespace:
@@ -47,13 +49,9 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def endless(data: Prepared, model: Model, max_tokens: int, seed: int) -> Iterator[Batch]:
-    """Batches of packed rows, pass after pass, each in another order."""
-    for epoch in itertools.count(seed):
-        yield from lorarun.batches(data, model.tokenizer, max_tokens, shuffle=True, seed=epoch)
-
-
-def ask(model: Model, question: str, when: str) -> None:
+def ask(model: Model, question: str | None, when: str) -> None:
+    if question is None or distributed.rank() > 0:
+        return
     print(f"\n{when}\n  Q: {question}\n  A: ", end="", flush=True)
     lorarun.generate(model, [{"role": "user", "content": question}], max_new_tokens=64, stream=True)
     print()
@@ -61,55 +59,54 @@ def ask(model: Model, question: str, when: str) -> None:
 
 def main() -> None:
     args = arguments()
+    distributed.start()  # under torchrun; alone, nothing
+    first, size = distributed.rank() == 0, distributed.size()
     model = lorarun.load(args.model, bits=args.bits, device=args.device, template=args.template)
     lorarun.add_lora(model, r=args.rank, alpha=args.alpha, seed=args.seed)
     how = {"max_tokens": args.max_tokens, "fold_system": args.fold_system}
     data = prepare(read_rows(*args.data), model.tokenizer, **how)
     held = lorarun.batches(read_rows(args.eval), model.tokenizer, **how) if args.eval else None
     check_ids(model, data)
-    count = len(lorarun.batches(data, model.tokenizer, args.max_tokens))
+    count = math.ceil(len(lorarun.batches(data, model.tokenizer, args.max_tokens)) / size)
     if args.steps is not None and args.steps < 1 or not 0 < args.epochs < float("inf"):
         raise ValueError(f"--steps {args.steps} --epochs {args.epochs}: expected positive numbers")
-    steps = max(1, round(args.epochs * count)) if args.steps is None else args.steps
-    print(f"training on {summary(data)}, in {steps} steps of up to {args.max_tokens:,} tokens", file=sys.stderr)
-    if args.question:
-        ask(model, args.question, "Before training")
-    parameters = lorarun.lora_parameters(model)
-    optimizer = torch.optim.AdamW(parameters, lr=args.lr, weight_decay=0.0, fused=True)
-    with Progress(args.out, steps) as progress:
-        before = progress.evaluated(evaluate(model, held)) if held else None
+    steps, most = args.steps or max(1, round(args.epochs * count)), size * args.max_tokens
+    if first:
+        print(f"training on {summary(data)}, in {steps} steps of up to {most:,} tokens", file=sys.stderr)
+    ask(model, args.question, "Before training")
+    optimizer, taken = Optimizer(trainable(model), clip=1.0, loss_scale=starting_scale(model)), 0
+    pack = functools.partial(lorarun.batches, data, model.tokenizer, args.max_tokens, shuffle=True)
+    stream = itertools.chain.from_iterable(pack(seed=epoch) for epoch in itertools.count(args.seed))  # pass after pass
+    with Progress(args.out, steps, mute=not first) as progress:
+        before = progress.evaluated(**lorarun.evaluate(model, held)._asdict()) if held else 0.0
         try:
-            for step, batch in zip(range(steps), endless(data, model, args.max_tokens, args.seed), strict=False):
-                rate = optimizer.param_groups[0]["lr"] = learning_rate(step, steps, args.lr, steps // 20)
-                loss = lorarun.loss(model, batch)
-                loss.backward()
-                norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm=1.0)
-                if norm.isfinite():
-                    optimizer.step()
-                else:
-                    progress.note(f"step {step + 1} is skipped: its gradient is not finite")
-                optimizer.zero_grad()
-                facts = {"lr": rate, "grad_norm": norm.item(), "supervised": supervised(batch)}
-                progress.step(loss.item(), tokens(batch), **facts)
+            for step in range(steps):
+                batches = list(itertools.islice(stream, size))  # one for each process, in one optimizer step
+                loss, learned = accumulated(model, batches, scale=optimizer.scale)  # the mean over all their tokens
+                rate = learning_rate(step, steps, args.lr, steps // 20)
+                norm, broken = optimizer.step(rate)
+                taken += not broken
+                if broken:
+                    progress.note(f"step {step + 1} is skipped: {len(broken)} gradients are not finite")
+                facts = {"lr": rate, "grad_norm": norm, "supervised": learned}
+                progress.step(loss.item(), sum(map(tokens, batches)), **facts)
         except KeyboardInterrupt:
             progress.note("stopped; saving the adapter as it is")
         finally:
-            if optimizer.state:  # at least one step was taken; also when an error ends the run
+            if taken and first:  # also when an error ends the run
                 lorarun.save_adapter(model, args.out / "adapter")
-        after = progress.evaluated(evaluate(model, held)) if held else None
-
-    if args.question:
-        ask(model, args.question, "After training")
-    if before and after:
+        after = progress.evaluated(**lorarun.evaluate(model, held)._asdict()) if held else 0.0
+    distributed.stop()
+    if not first:
+        return
+    ask(model, args.question, "After training")
+    if held:
         print(f"\nevaluation loss: {before:.3f} before, {after:.3f} after ({(after - before) / before:+.0%})")
     print(f"\nadapter  {args.out / 'adapter'}\nmetrics  {progress.metrics}")
-    print(f"plot     {progress.plot or 'none: pip install matplotlib draws one'}")
-    print(
-        "\nNext, try:\n"
-        f"  python scripts/chat.py {args.model} --adapter {args.out / 'adapter'}   # and /adapter off\n"
-        f"  python scripts/export.py {args.out / 'adapter'} {args.out / 'merged'}   # for other programs\n"
-        f"  python scripts/finetune.py qwen3-0.6b --data {args.data[0]}   # another model"
-    )
+    print(f"plot     {progress.plot or 'none: pip install matplotlib draws one'}\n\nNext, try:")
+    print(f"  python scripts/chat.py {args.model} --adapter {args.out / 'adapter'}   # and /adapter off")
+    print(f"  python scripts/export.py {args.out / 'adapter'} {args.out / 'merged'}   # for other programs")
+    print(f"  python scripts/finetune.py qwen3-0.6b --data {args.data[0]}   # another model")
 
 
 if __name__ == "__main__":

@@ -160,16 +160,16 @@ def trial(task: Task) -> dict[str, Any]:
         lorarun.add_lora(model, r=16, seed=task.seed)
         start = [p.detach().clone() for p in lorarun.lora_parameters(model)]
         facts: dict[str, Any] = first_step(model, batches[:FIRST])
-        before = lorarun.evaluate(model, held)
+        before = lorarun.evaluate(model, held).loss
         learn(model, batches, task.steps)
-        bf16 = lorarun.evaluate(model, held)
+        bf16 = lorarun.evaluate(model, held).loss
         for parameter, value in zip(lorarun.lora_parameters(model), start, strict=True):
             parameter.data.copy_(value)
         use_fp8(model)
         learn(model, batches, task.steps)
-        own = lorarun.evaluate(model, held)
+        own = lorarun.evaluate(model, held).loss
         use_bf16(model)
-        fp8 = lorarun.evaluate(model, held)
+        fp8 = lorarun.evaluate(model, held).loss
     facts |= {"before": before, "bf16": bf16, "fp8": fp8, "own": own}
     facts |= {"kept": (before - fp8) / (before - bf16), "offset": own / bf16 - 1.0}
     return facts | {"seconds": time.perf_counter() - started}

@@ -31,6 +31,19 @@ def fill_b(model: torch.nn.Module, size: float = 0.1, seed: int = 1) -> None:
                 parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
 
 
+def fill(model: torch.nn.Module, size: float = 0.1, seed: int = 1) -> None:
+    """Random values, too, for biases and DoRA's magnitudes: for all that a lorarun or PEFT model trains but A."""
+    fill_b(model, size, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = size * torch.randn(parameter.shape, generator=generator)
+            if ".lora_magnitude_vector." in name:
+                parameter.mul_(1 + 2 * noise)
+            elif parameter.requires_grad and (name.endswith(".bias") or ".lora_bias." in name):
+                parameter.add_(noise)
+
+
 def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """transformers' model of a checkpoint, as plain as it comes."""
     auto = transformers.AutoModelForCausalLM

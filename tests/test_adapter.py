@@ -18,10 +18,12 @@ import toy
 from peft_side import PROJECTIONS, carriers, fill_b, ids_for, off, reference, with_adapter
 from safetensors.torch import load_file, save_file
 
-from lorarun.adapter import CONFIG, UNSUPPORTED, WEIGHTS, base_of, load_adapter, save_adapter
+from lorarun.adapter import WEIGHTS, base_of, load_adapter, save_adapter
+from lorarun.adapter_config import CONFIG, UNSUPPORTED
 from lorarun.load import load
 from lorarun.load import load_adapter as load_adapter_by_name
-from lorarun.lora import adapters_disabled, add_lora, lora_parameters, merge, unmerge, use_adapter
+from lorarun.lora import adapters_disabled, add_lora, lora_parameters, use_adapter
+from lorarun.merge import merge, unmerge
 from lorarun.nn import Model
 
 Tiny = Callable[[str], Path]
@@ -245,6 +247,25 @@ def test_loading_leaves_the_mode_and_trains_only_the_adapter(tiny: Tiny, tmp_pat
     unmerge(model)
 
 
+def test_two_adapters_loaded_side_by_side(tiny: Tiny, tmp_path: Path) -> None:
+    """Of other ranks, scales and targets, each as PEFT runs it alone, whichever was on before."""
+    base, expected = tiny("llama3"), {}
+    kinds = {"one": PEFT_CONFIGS["rslora"], "two": PEFT_CONFIGS["layers"]}
+    for name, fields in kinds.items():
+        other = made_by_peft(base, tmp_path / name, **fields)
+        with torch.no_grad():
+            expected[name] = other(input_ids=ids_for(load(base))).logits
+    model = load(base, dtype=torch.float32)
+    plain = logits(model)
+    for name in kinds:
+        load_adapter(model, tmp_path / name, name=name)
+        assert off(logits(model), expected[name]) < 1e-5
+    for name in ("one", None, "two", "one", "two"):
+        use_adapter(model, name)
+        assert off(logits(model), plain if name is None else expected[name]) < 1e-5
+    assert min(off(expected["one"], expected["two"]), off(expected["one"], plain)) > 1e-2
+
+
 def test_saving_by_name(tiny: Tiny, tmp_path: Path) -> None:
     model = load(tiny("llama3"))
     with pytest.raises(ValueError, match="no adapter is active; the model has none: call add_lora"):
@@ -302,13 +323,13 @@ def test_fields_of_a_newer_peft(tiny: Tiny, tmp_path: Path, capsys: pytest.Captu
     assert torch.equal(logits(fresh), logits(model))
     said = [line for line in capsys.readouterr().err.splitlines() if "ignored" in line]
     assert len(said) == 1 and said[0].endswith("future_flag, later_config, more, names, text.")
-    change(tmp_path, future_flag=True, use_dora=True, layer_replication=[[0, 2]], target_parameters=["x"], zero=0)
+    change(tmp_path, future_flag=True, use_bdlora=True, layer_replication=[[0, 2]], target_parameters=["x"], zero=0)
     fresh = load(tiny("llama3"))
     with pytest.raises(ValueError) as caught:
         load_adapter(fresh, tmp_path)
     for part in (
         "future_flag is True",
-        "use_dora is True",
+        "use_bdlora is True",
         "layer_replication is [[0, 2]]",
         "target_parameters is ['x']",
     ):
@@ -320,13 +341,19 @@ def test_fields_of_a_newer_peft(tiny: Tiny, tmp_path: Path, capsys: pytest.Captu
 WRONG_FIELDS: dict[str, Any] = dict.fromkeys(sorted(UNSUPPORTED), {"x": 1}) | {
     "peft_type": "LOHA",
     "task_type": "SEQ_CLS",
-    "bias": "lora_only",
+    "bias": "most",
+    "lora_bias": 1.5,
+    "use_dora": "yes",
+    "loftq_config": {"loftq_bits": 8},
     "fan_in_fan_out": True,
     "init_lora_weights": "pissa_niter_4",
     "layers_pattern": "h",
-    "modules_to_save": ["lm_head"],
+    "modules_to_save": "lm_head",
+    "trainable_token_indices": {"q_proj": [1]},
+    "ensure_weight_tying": "yes",
     "exclude_modules": ["q_proj"],
-    "rank_pattern": {"q_proj": 8},
+    "rank_pattern": {"q_proj": 0},
+    "alpha_pattern": ["q_proj"],
     "r": 0,
     "lora_alpha": "16",
     "lora_dropout": 1.5,
@@ -356,20 +383,49 @@ def test_every_field_of_the_installed_peft_is_known(
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "change_to", "message"),
     [
-        ({"use_dora": True}, "use_dora is True"),
-        ({"lora_bias": True}, "lora_bias is True"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
-        ({"target_modules": ["q_proj", "lm_head"]}, r"unexpected: .*base_model.model.lm_head.lora_A.weight"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, r"unexpected: .*embed_tokens.*lora_embedding_A"),
-        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices is"),
+        ({"modules_to_save": ["lm_head"]}, {"modules_to_save": None}, "was trained on another lm_head"),
+        ({"modules_to_save": ["norm"]}, {"modules_to_save": ["lm_head"]}, "1 tensors are missing: lm_head.weight"),
+        ({"modules_to_save": ["norm"]}, {"modules_to_save": None}, "9 tensors are unexpected"),
+        ({}, {"modules_to_save": ["classifier"]}, "no module of this model is called 'classifier'"),
+        (
+            {"target_modules": ["q_proj", "lm_head"]},
+            {"target_modules": ["q_proj"]},
+            "2 tensors are unexpected: base_model.model.lm_head.lora_A.weight",
+        ),
+        (
+            {"target_modules": ["q_proj", "embed_tokens"]},
+            {"target_modules": ["q_proj", "lm_head"]},
+            "2 tensors are missing: lm_head.lora_A.weight, lm_head.lora_B.weight",
+        ),
+        (
+            {"trainable_token_indices": [1, 2]},
+            {"trainable_token_indices": [1, 2, 3]},
+            r"shape \[2, 64\] instead of \[3, 64\]: .*trainable_tokens_delta",
+        ),
+        (
+            {"trainable_token_indices": [1, 2]},
+            {"modules_to_save": ["embed_tokens"]},
+            "rows of tokens together with a copy or an update of the table are not supported: model.embed_tokens",
+        ),
     ],
 )
-def test_adapters_of_peft_that_are_more_than_lora(fields: dict, message: str, tiny: Tiny, tmp_path: Path) -> None:
-    made_by_peft(tiny("llama3"), tmp_path, **({"target_modules": ["q_proj"]} | fields))
+def test_tensors_that_are_no_projections(
+    fields: dict, change_to: dict, message: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    """Trained values are never taken for frozen ones, nor left out."""
+    other = made_by_peft(tiny("llama3"), tmp_path, **({"target_modules": ["q_proj"]} | fields))
+    with torch.no_grad():
+        for n, parameter in other.named_parameters():
+            if "modules_to_save" in n:
+                parameter.add_(0.1)
+    other.save_pretrained(tmp_path)
+    load_adapter(load(tiny("llama3")), tmp_path)
+    model = load(tiny("llama3"))
     with pytest.raises(ValueError, match=message):
-        load_adapter(load(tiny("llama3")), tmp_path)
+        load_adapter(model, change(tmp_path, **change_to))
+    assert not carriers(model) and not model.adapters
 
 
 # --- files that do not fit -----------------------------------------------------------------------------------------

@@ -16,23 +16,59 @@ import os
 import re
 import shutil
 import struct
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from attempts import Worker
-from safetensors.torch import load_file, save_file
+from spoil import (
+    ADAPTER,
+    CONFIG,
+    INDEX,
+    POINTER,
+    SHARD,
+    TOKENIZER,
+    WEIGHTS,
+    A,
+    Change,
+    Q,
+    as_file,
+    circle,
+    cut,
+    dangling,
+    emptied,
+    fields,
+    folder_at,
+    header,
+    instead,
+    nest,
+    nothing,
+    number,
+    pickled,
+    put,
+    put_at,
+    set_to,
+    shard,
+    shard_tensor,
+    sparse,
+    spliced,
+    spoilt,
+    state,
+    template,
+    tensors,
+    vocabulary,
+    weight_map,
+    with_length,
+    without,
+)
 from toy import make
 
 import lorarun
 
 SECONDS, MIB = 2.0, 200  # of CPU, above the imports
-POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 12345\n"
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-ADAPTER, TOKENIZER = "adapter_config.json", "tokenizer.json"
-Change = Callable[[Path], Any]
 
 # --- good folders --------------------------------------------------------------------------------------------------
 
@@ -62,203 +98,6 @@ def worker(good: dict[str, Path]) -> Iterator[Worker]:
     worker = Worker(good["model"])
     yield worker
     worker.close()
-
-
-# --- ways to spoil one ---------------------------------------------------------------------------------------------
-
-
-def put(name: str, content: bytes | str | Callable[[bytes], bytes]) -> Change:
-    """Other bytes in a file, given or made of those that are there."""
-
-    def change(folder: Path) -> None:
-        path = folder / name
-        data = content(path.read_bytes()) if callable(content) else content
-        path.write_bytes(data.encode() if isinstance(data, str) else data)
-
-    return change
-
-
-def fields(name: str = CONFIG, **values: Any) -> Change:
-    def change(folder: Path) -> None:
-        path = folder / name
-        path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-    return change
-
-
-def instead(name: str, how: Callable[[Path], Any]) -> Change:
-    """Something else under a file's name, or nothing."""
-
-    def change(folder: Path) -> None:
-        (folder / name).unlink(missing_ok=True)
-        how(folder / name)
-
-    return change
-
-
-def header(edit: Callable[[dict[str, Any]], Any], name: str = WEIGHTS) -> Change:
-    """Another header in front of the same data."""
-
-    def change(data: bytes) -> bytes:
-        length = int.from_bytes(data[:8], "little")
-        held = json.loads(data[8 : 8 + length])
-        text = json.dumps(edit(held) or held).encode()
-        return len(text).to_bytes(8, "little") + text + data[8 + length :]
-
-    return put(name, change)
-
-
-def tensors(edit: Callable[[dict[str, torch.Tensor]], Any], name: str = WEIGHTS) -> Change:
-    def change(folder: Path) -> None:
-        held = load_file(folder / name)
-        held = {key: tensor.clone() for key, tensor in held.items()}
-        edit(held)
-        save_file(held, folder / name, {"format": "pt"})
-
-    return change
-
-
-def without(name: str) -> Change:
-    return tensors(lambda held: held.pop(name))
-
-
-def with_length(length: int, name: str = WEIGHTS) -> Change:
-    return put(name, lambda data: length.to_bytes(8, "little") + data[8:])
-
-
-def cut(share: Callable[[bytes], int], name: str = WEIGHTS) -> Change:
-    return put(name, lambda data: data[: share(data)])
-
-
-def weight_map(edit: Callable[[dict[str, str]], Any]) -> Change:
-    def change(folder: Path) -> None:
-        index = json.loads((folder / INDEX).read_text())
-        edit(index["weight_map"])
-        (folder / INDEX).write_text(json.dumps(index))
-
-    return change
-
-
-def template(text: str) -> Change:
-    return put("chat_template.jinja", text)
-
-
-def vocabulary(edit: Callable[[dict[str, Any]], Any]) -> Change:
-    def change(folder: Path) -> None:
-        held = json.loads((folder / TOKENIZER).read_text())
-        edit(held)
-        (folder / TOKENIZER).write_text(json.dumps(held))
-
-    return change
-
-
-def number(key: str, value: int, form: str = "I", at: int = 4) -> Change:
-    """A number ``at`` bytes behind a key of the GGUF file (behind its type, that is)."""
-
-    def change(data: bytes) -> bytes:
-        place = data.index(key.encode()) + len(key) + at
-        return data[:place] + struct.pack("<" + form, value) + data[place + struct.calcsize(form) :]
-
-    return put("model.gguf", change)
-
-
-def sparse(path: Path, size: int = 2**36) -> None:
-    """A file that claims many bytes and takes none."""
-    with open(path, "wb") as stream:
-        stream.truncate(size)
-
-
-def nothing(path: Path) -> None:
-    pass
-
-
-def folder_at(path: Path) -> None:
-    path.mkdir()
-
-
-def dangling(path: Path) -> None:
-    path.symlink_to("blobs/0123")
-
-
-def circle(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-def pickled(folder: Path) -> None:
-    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
-
-
-def as_file(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.write_bytes(b"x")
-
-
-def emptied(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
-
-
-Q = "model.layers.0.self_attn.q_proj.weight"
-A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-SHARD = "model-00002-of-"
-
-
-def shard(how: Callable[[Path], Any]) -> Change:
-    def change(folder: Path) -> None:
-        path = next(folder.glob(SHARD + "*"))
-        path.unlink()
-        how(path)
-
-    return change
-
-
-def nest(depth: int, key: str = "rope_scaling") -> str:
-    return f'{{"model_type": "llama", "{key}": ' + "[" * depth + "]" * depth + "}"
-
-
-def spliced(name: str, old: str, new: str) -> Change:
-    def change(data: bytes) -> bytes:
-        assert old.encode() in data
-        return data.replace(old.encode(), new.encode(), 1)
-
-    return put(name, change)
-
-
-def state(**values: Any) -> Change:
-    """Other values in the quant state of a weight."""
-
-    def edit(held: dict[str, torch.Tensor]) -> None:
-        name = f"{Q}.quant_state.bitsandbytes__nf4"
-        text = json.dumps(json.loads(bytes(held[name].tolist())) | values).encode()
-        held[name] = torch.tensor(list(text), dtype=torch.uint8)
-
-    return tensors(edit)
-
-
-def set_to(name: str, value: Any, file: str = WEIGHTS) -> Change:
-    def edit(held: dict[str, torch.Tensor]) -> None:
-        held[name] = value(held[name]) if callable(value) else value
-
-    return tensors(edit, file)
-
-
-def spoilt(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tensor: tensor.index_put_((torch.tensor([1]), torch.tensor([2])), torch.tensor(value).to(tensor))
-
-
-def put_at(path: Path) -> None:
-    """A header of 1 GiB, which is there."""
-    with open(path, "r+b") as stream:
-        stream.write((2**30).to_bytes(8, "little"))
-
-
-def shard_tensor(value: float) -> Change:
-    def change(folder: Path) -> None:
-        path = next(folder.glob(SHARD + "*"))
-        name = next(name for name, tensor in load_file(path).items() if tensor.dim() == 2)
-        set_to(name, spoilt(value), path.name)(folder)
-
-    return change
 
 
 class Bad(NamedTuple):
@@ -497,6 +336,10 @@ BAD: dict[str, Bad] = {
         tensors(lambda held: held.update({A: spoilt(float("nan"))(held[A])}), "adapter_model.safetensors"),
         "holds NaN or infinity in 1 tensors: " + A,
     ),
+    "adapter: a base of 5000 letters": Bad(
+        "adapter alone", fields(ADAPTER, base_model_name_or_path="a" * 5000), "hub|names no model|There is no folder"
+    ),
+    "adapter: a base that is none": Bad("adapter alone", fields(ADAPTER, base_model_name_or_path="../\0"), "no folder"),
     "adapter: a folder that is a file": Bad("adapter", as_file, "is a file; give the folder"),
     "adapter: empty": Bad("adapter", emptied, "has no adapter_config.json"),
     # --- tokenizers and templates
@@ -509,6 +352,16 @@ BAD: dict[str, Bad] = {
     "tokenizer: 64 GiB": Bad("model", instead(TOKENIZER, sparse), "has 68,719,476,736 bytes"),
     "tokenizer: of no kind": Bad(
         "model", vocabulary(lambda held: held["model"].update(type="Magic")), "cannot be read by"
+    ),
+    "tokenizer: a prefix that does not fit": Bad(  # the package panics, and then in its clean-up
+        "model",
+        vocabulary(lambda held: held["model"].update(continuing_subword_prefix="##")),
+        "has a continuing_subword",
+    ),
+    "tokenizer: an unknown token that is none": Bad(
+        "chat",
+        vocabulary(lambda held: held["model"].update(unk_token="?!", merges=[]) or held["model"]["vocab"].pop("f")),
+        "cannot encode 'userthe fox.*Unk token",
     ),
     "tokenizer: its config a list": Bad("model", put("tokenizer_config.json", "[]"), "must hold a JSON object"),
     "tokenizer: its config a pipe": Bad("model", instead("tokenizer_config.json", os.mkfifo), "pipe or device"),
@@ -580,7 +433,7 @@ def test_a_named_error_soon_and_in_little_memory(
 ) -> None:
     kind, change, says = BAD[case]
     folder = tmp_path / "given"
-    shutil.copytree(good[kind], folder)
+    shutil.copytree(good[kind.partition(" ")[0]], folder)
     change(folder)
     found = worker(kind, folder / "model.gguf" if kind == "gguf" else folder)
     assert "died" not in found, f"{case}: it {found['died']}"
@@ -594,13 +447,18 @@ def test_a_named_error_soon_and_in_little_memory(
     assert found["seconds"] < SECONDS and found["mib"] < MIB, found
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-@pytest.mark.parametrize("name", [CONFIG, WEIGHTS, TOKENIZER])
-def test_what_may_not_be_read_is_named(name: str, good: dict[str, Path], worker: Worker, tmp_path: Path) -> None:
-    shutil.copytree(good["model"], tmp_path / "given")
-    (tmp_path / "given" / name).chmod(0)
-    found = worker("model", tmp_path / "given")
-    assert found["error"][1] and name in found["error"][2] and "ermission" in found["error"][2]
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS, TOKENIZER, "tokenizer_config.json", None])
+def test_what_may_not_be_read_is_named(name: str | None, good: dict[str, Path], worker: Worker) -> None:
+    with tempfile.TemporaryDirectory() as root:  # pytest's own folders are closed to others
+        os.chmod(root, 0o755)
+        folder = shutil.copytree(good["model"], Path(root) / "given")
+        for path in folder.iterdir():
+            path.chmod(0 if path.name == name else 0o644)
+        found = worker("nobody", folder)
+    if name is None:
+        assert found["error"] is None, found
+    else:
+        assert found["error"][1] and name in found["error"][2] and "ermission" in found["error"][2], found
 
 
 def test_the_good_ones_are_good(good: dict[str, Path], worker: Worker) -> None:

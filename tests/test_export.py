@@ -28,7 +28,8 @@ from lorarun.adapter import save_adapter
 from lorarun.export import save_merged
 from lorarun.headers import INDEX, read_header
 from lorarun.load import load
-from lorarun.lora import adapters_disabled, add_lora, lora_parameters, merge, use_adapter
+from lorarun.lora import adapters_disabled, add_lora, lora_parameters, use_adapter
+from lorarun.merge import merge
 
 Tiny = Callable[[str], Path]
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import toy
 from safetensors.torch import load_file
 
 import lorarun
-from lorarun import train
+from lorarun import loop, train
 from lorarun.data import batches, prepare
 
 load = functools.partial(lorarun.load, device="cpu")
@@ -80,14 +81,15 @@ def test_fit_learns_and_leaves_everything_behind(model, tmp_path, capsys):
     assert [line["step"] for line in lines] == list(range(result.steps + 1))
     assert sum(line.get("tokens", 0) for line in lines) == 6 * total
     assert sum(line.get("supervised", 0) for line in lines) == 6 * learned
-    keys = {"step", "loss", "lr", "grad_norm", "tokens", "supervised", "tokens_per_s", "elapsed_s"}
+    keys = {"step", "loss", "lr", "grad_norm", "tokens", "supervised", "tokens_per_s", "memory_gib", "elapsed_s"}
+    measured = {"eval_loss", "eval_perplexity", "eval_accuracy", "eval_tokens"}
     for line in lines[1:]:
         due = line["step"] % 7 == 0 or line["step"] == result.steps
-        assert line.keys() == (keys | {"eval_loss"} if due else keys)
-    assert lines[0].keys() == {"step", "elapsed_s", "eval_loss"}
+        assert line.keys() == (keys | measured if due else keys)
+    assert lines[0].keys() == {"step", "elapsed_s", *measured}
     assert (result.first_loss, result.last_loss) == (lines[1]["loss"], lines[-1]["loss"])
     assert (result.eval_before, result.eval_after) == (lines[0]["eval_loss"], lines[-1]["eval_loss"])
-    assert result.eval_after == train.evaluate(model, batches(ROWS[:5], model.tokenizer, 150))
+    assert result.eval_after == train.evaluate(model, batches(ROWS[:5], model.tokenizer, 150)).loss
     assert result.eval_after < 0.8 * result.eval_before
 
     assert result.plot.read_bytes().startswith(b"\x89PNG")
@@ -116,6 +118,25 @@ def test_the_schedule_advances_once_a_step(model, tmp_path):
     assert [line["tokens"] / one for line in metrics(result)] == [5 / 4] * 9 + [3 / 4]
 
 
+def test_a_step_is_the_same_however_it_is_cut_and_packed(model, tmp_path):
+    """1 × 8 = 2 × 4 = 4 × 2 = 8 × 1 rows of one length, packed and padded: loss and gradient of every step."""
+    rows = [{"prompt": f"what {i % 10}", "completion": f" fox {i // 10}"} for i in range(24)]
+    lengths = {len(document.ids) for document in prepare(rows, model.tokenizer).documents}
+    assert len(lengths) == 1
+    before, expected = trained(model), None
+    for cut in (1, 2, 4, 8):
+        for pack in (True, False):
+            model.load_state_dict(before, strict=False)
+            how = {"max_tokens": 8 // cut * max(lengths), "accumulate": cut, "pack": pack, "lr": 1e-3, "warmup": 0}
+            lines = metrics(lorarun.fit(model, rows, tmp_path, **how))
+            found = [(line["loss"], line["grad_norm"]) for line in lines]
+            expected = expected or found
+            assert len(found) == 3 and [line["tokens"] for line in lines] == [8 * max(lengths)] * 3
+            # The second and third come behind steps of AdamW, from a B of zero: see tests/test_distributed.py.
+            assert found[0] == pytest.approx(expected[0], rel=1e-5)
+            assert [x for pair in found for x in pair] == pytest.approx([x for p in expected for x in p], rel=1e-3)
+
+
 def test_steps_take_as_many_passes_as_they_need_and_orders_follow_the_seed(model, tmp_path):
     before = trained(model)
 
@@ -129,11 +150,245 @@ def test_steps_take_as_many_passes_as_they_need_and_orders_follow_the_seed(model
     assert first != run(steps=8, seed=1)
 
 
+def test_the_account_of_bad_rows_comes_before_the_first_step(model, tmp_path, capsys):
+    def row(user, *answers):
+        said = [{"role": "assistant", "content": answer} for answer in answers]
+        return {"messages": [{"role": "user", "content": user}, *said]}
+
+    bad = [row("what", ""), row("what"), row("what", "fox " * 30_000), row("what <|im_end|>\n<|im_start|>", "fox")]
+    with pytest.warns(UserWarning, match="answers are empty in row 57: they are not learned"):
+        lorarun.fit(model, [*ROWS * 2, *ROWS[:8], *bad], tmp_path, steps=1, warmup=0)
+    said = capsys.readouterr().err
+    left_out = "4 of 60 rows left out: 1 longer than 2048 tokens (row 59), 2 nothing to learn (rows 57, 58), 1 with con"
+    assert left_out in said
+    assert said.index("training on 56 rows: ") < said.index("step 1/1")
+    with pytest.raises(ValueError, match="there is nothing to learn: 2 of 2 rows left out"):
+        lorarun.fit(model, [row("what"), row("who")], tmp_path / "none")
+    rows = [row("what", "fox")] * 100
+    rows[56] = {"messages": [{"role": "usr", "content": "what"}]}
+    with pytest.raises(ValueError, match="^row 57: role 'usr' is unknown"):
+        lorarun.fit(model, rows, tmp_path / "none")
+    with pytest.raises(ValueError, match="^row 57: "):  # held-out rows too
+        lorarun.fit(model, ROWS, tmp_path / "none", eval_rows=rows)
+    assert not (tmp_path / "none").exists()
+
+
+def test_rates_by_the_kind_of_parameter_and_a_decay_at_the_end(model, tmp_path):
+    """After a first step of AdamW every value has moved by its rate: B by 8 times as much as the schedule says."""
+    before = trained(model)
+    torch.nn.init.ones_(lorarun.lora_parameters(model)[1])  # or the A beside it has no gradient
+    start = trained(model)
+    result = lorarun.fit(model, ROWS, tmp_path, steps=1, lr=1e-3, warmup=0, max_tokens=150, b_ratio=8.0)
+    moved = {name: (p - start[name]).abs().max().item() for name, p in trained(model).items()}
+    a, b = list(before)[:2]
+    assert ".lora_A." in a and moved[a] == pytest.approx(1e-3, rel=1e-3)
+    assert ".lora_B." in b and moved[b] == pytest.approx(8e-3, rel=1e-3)
+    result = lorarun.fit(
+        model, ROWS, tmp_path, steps=8, lr=1e-3, warmup=2, decay=0.5, schedule="linear", max_tokens=150
+    )
+    rates = [0.0, 5e-4, 1e-3, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4]
+    assert [line["lr"] for line in metrics(result)] == pytest.approx(rates, rel=1e-12)
+
+
+def test_smoothing_and_eight_bits_reach_the_loop(model, tmp_path):
+    plain = lorarun.fit(model, ROWS, tmp_path, steps=1, max_tokens=150, warmup=0, lr=1e-9)
+    batch = next(iter(batches(ROWS, model.tokenizer, 150, shuffle=True)))
+    result = lorarun.fit(model, ROWS, tmp_path, steps=1, max_tokens=150, warmup=0, lr=1e-9, smoothing=0.25)
+    assert result.last_loss == pytest.approx(lorarun.loss(model, batch, smoothing=0.25).item(), rel=1e-5)
+    assert result.last_loss != pytest.approx(plain.last_loss, rel=1e-3)
+    result = lorarun.fit(model, ROWS, tmp_path, epochs=6, lr=2e-2, max_tokens=150, optimizer="adamw8bit")
+    assert result.last_loss < 0.8 * result.first_loss
+
+
+def test_float16_is_trained_with_a_loss_scale(tiny, tmp_path):
+    """Found by halving: the first steps may overflow, and say so; then it learns as in fp32."""
+    folder = toy.make(shutil.copytree(tiny("llama3"), tmp_path / "base"))
+    losses = {}
+    for dtype in (torch.float16, torch.float32):
+        model = lorarun.add_lora(load(folder, template="chatml", dtype=dtype), r=4, seed=0)
+        result = lorarun.fit(model, ROWS, tmp_path / str(dtype), steps=12, lr=1e-2, max_tokens=150, warmup=0)
+        losses[dtype] = [line["loss"] for line in metrics(result)]
+        assert ("loss_scale" in metrics(result)[0]) == (dtype == torch.float16)
+        if dtype == torch.float16:
+            assert result.skipped <= 4 and metrics(result)[-1]["loss_scale"] == 2.0 ** (16 - result.skipped)
+    assert losses[torch.float16][-1] < 0.8 * losses[torch.float16][0]
+    assert losses[torch.float16][0] == pytest.approx(losses[torch.float32][0], rel=1e-2)
+
+
 def test_a_fraction_can_be_held_out(model, tmp_path, capsys):
     result = lorarun.fit(model, iter(ROWS), tmp_path, eval_fraction=0.25, max_tokens=150)
     said = capsys.readouterr().err
     assert "training on 18 rows" in said and "evaluating on 6 rows" in said
     assert result.eval_before and result.eval_after
+
+
+# --- looking at it on the way ----------------------------------------------------------------------------------------
+
+
+def planted(monkeypatch, losses):
+    """Evaluations that give these losses, one after the other; the adapters as they were then."""
+    seen, values = [], iter(losses)
+
+    def evaluated(model, held):
+        seen.append(trained(model))
+        loss = next(values)
+        return train.Evaluation(loss, math.exp(loss), 0.5, 10)
+
+    monkeypatch.setattr(loop, "evaluate", evaluated)
+    return seen
+
+
+HOW = {"lr": 1e-2, "max_tokens": 150, "warmup": 0, "schedule": "constant"}
+
+
+def test_the_best_adapter_is_kept_and_patience_ends_the_run(model, tmp_path, monkeypatch, capsys):
+    """Evaluated before and after every second step: the lowest loss is that of step 4, two more are not below it."""
+    seen = planted(monkeypatch, [3.0, 2.0, 1.0, 1.0, 1.5, 0.1])
+    result = lorarun.fit(
+        model, ROWS, tmp_path / "out", steps=20, eval_rows=ROWS[:2], eval_every=2, patience=2, **HOW
+    )  # fmt: skip
+    assert result.stopped and result.steps == 8 and len(seen) == 5
+    assert (result.best, result.best_loss, result.eval_after) == (tmp_path / "out" / "best", 1.0, 1.5)
+    said = capsys.readouterr().err
+    assert "stopped: 2 evaluations without a lower loss than 1.0000" in said and "the best, of step 4" in said
+    for folder, expected in ((result.best, seen[2]), (result.adapter, seen[4])):
+        saved = load(tmp_path / "base", adapter=folder)
+        kept = {name: p for name, p in saved.named_parameters() if ".lora_" in name}
+        assert all(torch.equal(kept[name], tensor) for name, tensor in expected.items())
+    lines = metrics(result)
+    assert [line["eval_loss"] for line in lines if "eval_loss" in line] == [3.0, 2.0, 1.0, 1.0, 1.5]
+    assert lines[-1]["eval_perplexity"] == math.exp(1.5) and lines[-1]["eval_accuracy"] == 0.5
+
+
+def test_nothing_is_best_that_is_no_better_than_before(model, tmp_path, monkeypatch):
+    planted(monkeypatch, [1.0, 1.0, 2.0])
+    result = lorarun.fit(model, ROWS, tmp_path / "out", steps=2, eval_rows=ROWS[:2], eval_every=1, **HOW)
+    assert result.best is None and result.best_loss is None and not (tmp_path / "out" / "best").exists()
+    assert not result.stopped
+
+
+def test_samples_are_written_whenever_the_model_is_looked_at(model, tmp_path, capsys):
+    prompts = ["what fox", [{"role": "user", "content": "what quick fox 1"}]]
+    result = lorarun.fit(model, ROWS, tmp_path / "out", steps=4, eval_every=3, samples=prompts, **HOW)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["prompt"]) for line in lines] == [(n, p) for n in (0, 3, 4) for p in prompts]
+    expected = [lorarun.generate(model, prompt, max_new_tokens=loop.SAMPLE_TOKENS) for prompt in prompts]
+    assert [line["answer"] for line in lines[-2:]] == expected and any(expected)
+    assert "sample after step 4: " in capsys.readouterr().err
+    assert model.training and result.steps == 4
+    losses = [line["loss"] for line in metrics(result)]
+    again = lorarun.add_lora(load(tmp_path / "base", template="chatml"), r=4, seed=0)
+    assert [line["loss"] for line in metrics(lorarun.fit(again, ROWS, tmp_path / "out", steps=4, **HOW))] == losses
+    assert not (tmp_path / "out" / "samples.jsonl").exists()
+
+
+# --- more rows than memory holds -------------------------------------------------------------------------------------
+
+
+class Counted:
+    """Rows that are made when they are asked for, again in each pass."""
+
+    def __init__(self, rows):
+        self.rows, self.read, self.passes = rows, 0, 0
+
+    def __iter__(self):
+        self.passes += 1
+        for row in self.rows:
+            self.read += 1
+            yield row
+
+
+def test_a_stream_is_read_as_it_is_used(model, tmp_path, capsys, monkeypatch):
+    """Never more ahead than the buffer, the batch at hand and the next; over as many passes as the steps need."""
+    rows, ahead = Counted(ROWS), []
+    real = loop.accumulated
+    monkeypatch.setattr(loop, "accumulated", lambda *a: ahead.append((rows.passes, rows.read)) or real(*a))
+    result = lorarun.fit(model, rows, tmp_path, steps=30, buffer=4, max_tokens=longest(model), pack=False, lr=1e-2)
+    assert "training on rows that are read on the way" in capsys.readouterr().err
+    assert result.steps == 30 and rows.passes == 2 and result.last_loss < result.first_loss
+    assert [read for _, read in ahead[:19]] == list(range(5, 24))  # four held, and one that does not fit any more
+
+
+def test_the_run_ends_with_an_iterator(model, tmp_path, capsys):
+    result = lorarun.fit(
+        model, iter(ROWS), tmp_path, steps=99, warmup=0, buffer=4, max_tokens=longest(model), pack=False, accumulate=5,
+        eval_rows=ROWS[:2], save_every=50,
+    )  # fmt: skip
+    assert result.steps == 5 and result.eval_after is not None and not result.interrupted
+    assert [line["supervised"] for line in metrics(result)[1:]] == [30] * 4 + [24]
+    assert "the rows ended after 5 of 99 steps" in capsys.readouterr().err
+    assert (tmp_path / "checkpoints" / "step-00000005").is_dir()
+
+
+def test_a_broken_row_of_a_stream_is_named_and_nothing_is_lost(model, tmp_path):
+    rows = [*ROWS[:12], {"messages": [{"role": "usr", "content": "what"}]}, *ROWS[12:]]
+    with pytest.raises(ValueError, match=r"row 13: role 'usr' is unknown"):
+        lorarun.fit(model, rows, tmp_path, steps=20, buffer=2, max_tokens=longest(model), lr=1e-2, warmup=0)
+    again = lorarun.lora_parameters(load(tmp_path / "base", adapter=tmp_path / "adapter"))
+    assert all(map(torch.equal, lorarun.lora_parameters(model), again)) and any(p.any() for p in again[1::2])
+    model.model.embed_tokens.weight = torch.nn.Parameter(torch.zeros(200, 64), requires_grad=False)
+    with pytest.raises(ValueError, match=r"fit: the rows have id \d+, the model's table ends at 199"):
+        lorarun.fit(model, ROWS, tmp_path, steps=2, buffer=4)
+
+
+# --- watching --------------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_and_wandb_are_told_when_asked(model, tmp_path, monkeypatch, capsys):
+    """Stand-ins for both, for neither is needed; what they are given is what metrics.jsonl has."""
+    told = {"board": [], "run": []}
+
+    class Writer:
+        def __init__(self, folder):
+            assert folder == str(tmp_path / "out" / "tensorboard")
+
+        def add_text(self, tag, text):
+            assert tag == "settings" and "lr: 0.01" in text and "base: Llama" in text
+
+        def add_scalar(self, key, value, step):
+            told["board"].append((step, key, value))
+
+        def flush(self):
+            pass
+
+        def close(self):
+            told["board"].append("closed")
+
+    class Client:
+        @staticmethod
+        def init(dir, config):  # noqa: A002 - as it is called there
+            assert dir == str(tmp_path / "out") and config["lr"] == 1e-2
+            return Client()
+
+        def log(self, numbers, step):
+            told["run"] += [(step, key, value) for key, value in numbers.items()]
+            if step == 3:
+                raise ConnectionError("gone")
+
+        def finish(self):
+            told["run"].append("finished")
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setitem(sys.modules, "wandb", Client)
+    result = lorarun.fit(
+        model, ROWS, tmp_path / "out", steps=4, eval_rows=ROWS[:2], watch=["tensorboard", "wandb"], **HOW
+    )  # fmt: skip
+    written = [(row["step"], k, v) for row in metrics(result) for k, v in row.items() if k != "step"]
+    assert told["board"] == [*written, "closed"]
+    assert told["run"] == [row for row in written if row[0] <= 3]
+    assert "a watcher is dropped: ConnectionError: gone" in capsys.readouterr().err
+    assert result.steps == 4
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_watcher_that_is_not_installed_is_named(model, tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if name == "tensorboard" else name, None)
+    with pytest.raises(ValueError, match=f"watch: .* is not installed .*pip install {name}"):
+        lorarun.fit(model, ROWS, tmp_path / "out", watch=[name])
+    assert not (tmp_path / "out").exists()
+
+
+# --- stopping --------------------------------------------------------------------------------------------------------
 
 
 def test_ctrl_c_saves_what_is_trained(model, tmp_path, capsys):
@@ -149,23 +404,41 @@ def test_ctrl_c_saves_what_is_trained(model, tmp_path, capsys):
 
 
 def test_a_step_that_is_not_finite_changes_nothing(model, tmp_path, capsys):
-    seen = []
+    seen, calls = [], []
 
-    def poison(out):
+    def poison(module, args, out):
+        """The third step's pass, and the one after it that looks for the layer."""
+        calls.append(None)
         seen.append(trained(model))
-        return out * math.nan
+        return out * math.nan if len(calls) in (3, 4) else None
 
-    on_forward(model, 3, poison)
-    on_forward(model, 4, lambda out: seen.append(trained(model)))
+    model.model.layers[1].register_forward_hook(poison)
     result = lorarun.fit(model, ROWS, tmp_path, steps=5, lr=1e-2, max_tokens=150, warmup=0)
     assert (result.steps, result.skipped) == (4, 1)
-    assert all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
+    assert all(torch.equal(seen[2][name], seen[4][name]) for name in seen[0])
+    assert not all(torch.equal(seen[4][name], seen[5][name]) for name in seen[0])
+    assert model.clock.step == 5
     lines = metrics(result)
     assert [line["step"] for line in lines if "skipped" in line] == [3]
     assert lines[2]["loss"] is None and lines[2]["grad_norm"] is None
-    assert "56 gradients not finite: model.layers.0.self_attn.q_proj.lora_A" in lines[2]["skipped"]
-    assert "step 3 is skipped: 56 gradients" in capsys.readouterr().err
+    where = "the loss is not finite; on the way forward layer 1 is the first that is not"
+    assert lines[2]["skipped"] == where and f"step 3 is skipped: {where}" in capsys.readouterr().err
     assert all(p.isfinite().all() for p in trained(model).values())
+
+
+def test_a_gradient_that_overflows_is_named_by_the_layer_it_begins_in(model, tmp_path):
+    calls = []
+
+    def poison(grad):
+        calls.append(None)
+        return grad * math.inf if len(calls) == 2 else None
+
+    model.model.layers[2].register_forward_hook(lambda module, args, out: out.register_hook(poison) and None)
+    result = lorarun.fit(model, ROWS, tmp_path, steps=3, lr=1e-2, max_tokens=150, warmup=0)
+    assert (result.steps, result.skipped) == (2, 1)
+    assert loop.why_skipped(model, [], 0, ["their norm"], 1.0).startswith("the norm of the gradient is not finite")
+    where = metrics(result)[1]["skipped"]
+    assert where.startswith("on the way back model.layers.2.mlp.down_proj.lora_B.default.weight is the first of 4")
 
 
 def test_without_matplotlib_there_is_no_plot(model, tmp_path, monkeypatch):
@@ -212,12 +485,31 @@ def test_wrong_arguments_are_refused_together(model, tmp_path):
         {"weight_decay": -0.1},
         {"eval_fraction": 1.0},
         {"eval_every": 0},
+        {"decay": 1.5},
+        {"optimizer": "sgd"},
+        {"b_ratio": 0.0},
+        {"embedding_lr": -1.0},
+        {"smoothing": 1.0},
+        {"patience": 0},
+        {"save_every": 0},
+        {"keep": 0},
+        {"buffer": 0},
+        {"watch": ["tensorbord"]},
+        {"watch": "wandb"},
     ]
     for each in wrong:
         with pytest.raises(ValueError, match=rf"^fit: {next(iter(each))} is .*; expected "):
             lorarun.fit(model, ROWS, tmp_path, **each)
     with pytest.raises(ValueError, match="warmup=4 is 4 of 4 steps"):
         lorarun.fit(model, ROWS, tmp_path, steps=4, warmup=4)
+    with pytest.raises(ValueError, match="decay=3 is 3 of 4 steps, 2 of them warm-up; expected 1 to 2"):
+        lorarun.fit(model, ROWS, tmp_path, steps=4, warmup=2, decay=3)
+    with pytest.raises(ValueError, match="schedule='constant' never does"):
+        lorarun.fit(model, ROWS, tmp_path, decay=3, schedule="constant")
+    with pytest.raises(ValueError, match="with buffer .* give steps; with buffer no fraction .* give eval_rows"):
+        lorarun.fit(model, ROWS, tmp_path, buffer=3, eval_fraction=0.5)
+    with pytest.raises(ValueError, match="optimizer is 'paged_adamw8bit', whose moments .* use 'adamw8bit' there"):
+        lorarun.fit(model, ROWS, tmp_path, optimizer="paged_adamw8bit")
     with pytest.raises(ValueError, match="not both"):
         lorarun.fit(model, ROWS, tmp_path, eval_fraction=0.1, eval_rows=ROWS)
     with pytest.raises(ValueError, match="leaves none"):
@@ -291,7 +583,7 @@ def test_the_open_loop_is_the_loop_of_fit(tiny, tmp_path, monkeypatch, capsys):
     ours, expected = (load_file(path / "adapter" / "adapter_model.safetensors") for path in (out, tmp_path / "fit"))
     assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in expected.items())
-    timed = {"tokens_per_s", "elapsed_s"}
+    timed = {"tokens_per_s", "elapsed_s", "memory_gib"}
     lines, others = (
         [{key: value for key, value in json.loads(line).items() if key not in timed} for line in path.open()]
         for path in (out / "metrics.jsonl", result.metrics)
@@ -304,7 +596,7 @@ def test_it_is_short_enough_to_copy():
 
 
 def test_an_error_in_the_middle_loses_nothing(model, tmp_path, monkeypatch):
-    calls, accumulated = [], train.accumulated
+    calls, accumulated = [], loop.accumulated
 
     def failing(*args):
         calls.append(None)
@@ -312,7 +604,7 @@ def test_an_error_in_the_middle_loses_nothing(model, tmp_path, monkeypatch):
             raise torch.OutOfMemoryError("planted")
         return accumulated(*args)
 
-    monkeypatch.setattr(train, "accumulated", failing)
+    monkeypatch.setattr(loop, "accumulated", failing)
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
         lorarun.fit(model, ROWS, tmp_path / "out", steps=10, max_tokens=longest(model))
     again = load(tmp_path / "base", adapter=tmp_path / "out" / "adapter")
@@ -327,7 +619,7 @@ def test_a_run_without_a_step_leaves_the_adapter_that_is_there(model, tmp_path, 
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "accumulated", interrupt)
+    monkeypatch.setattr(loop, "accumulated", interrupt)
     fresh = lorarun.add_lora(load(tmp_path / "base", template="chatml"), r=4, seed=1)
     result = lorarun.fit(fresh, ROWS, tmp_path / "out", steps=2, max_tokens=longest(model))
     assert result.interrupted and result.steps == 0

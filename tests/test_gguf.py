@@ -23,6 +23,7 @@ from lorarun import gguf as gguf_out
 from lorarun.gguf_config import implied_scale
 from lorarun.gguf_read import Gguf, open_gguf
 from lorarun.gguf_vocab import Vocabulary, vocabulary_fields
+from lorarun.lora import linears
 from lorarun.nn import Model
 from lorarun.quant.store import dequantize
 from lorarun.tokenizer import Tokenizer
@@ -150,6 +151,38 @@ def test_rows_of_q_and_k_and_norms(tiny: Callable[[str], Path], tmp_path: Path) 
         assert np.array_equal(stored["blk.1.attn_norm.weight"], layer.input_layernorm.weight.numpy() + offset)
 
 
+def test_dora_and_biases_are_written_in_the_whole_model_alone(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    model = adapted(lorarun.load(tiny("qwen2")), dora=True, bias="lora_only")
+    for _, linear in linears(model):
+        for parameter in linear.learned("default")[2:]:
+            parameter.data *= 1.3
+    lorarun.save_gguf(model, tmp_path / "model.gguf", dtype="f32")
+    live = logits(model)
+    assert (logits(lorarun.load(tmp_path / "model.gguf")) - live).abs().max() <= 1e-5 * live.abs().max()
+    with pytest.raises(ValueError, match="this one has DoRA or biases, so write the whole model"):
+        lorarun.save_gguf(model, tmp_path / "adapter.gguf", adapter_only=True)
+    model = adapted(lorarun.load(tiny("llama3")), bias=True)
+    with pytest.raises(ValueError, match="none to add them to"):
+        lorarun.save_gguf(model, tmp_path / "other.gguf")
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen2", "gemma3-text"])
+def test_tables_and_copies_are_written_in_the_whole_model_alone(
+    tiny: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    for case, arguments in enumerate(
+        ({"modules_to_save": ["lm_head", "norm", "v_proj"]}, {"targets": ["q_proj", "embed_tokens"]})
+    ):
+        model = adapted(lorarun.load(tiny(name)), **({"targets": ["q_proj"]} | arguments))
+        for parameter in lorarun.lora_parameters(model):
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+        lorarun.save_gguf(model, tmp_path / f"{case}.gguf", dtype="f32")
+        live = logits(model)
+        assert (logits(lorarun.load(tmp_path / f"{case}.gguf")) - live).abs().max() <= 1e-5 * live.abs().max()
+        with pytest.raises(ValueError, match="hold low-rank updates of projections alone, and this one has"):
+            lorarun.save_gguf(model, tmp_path / "adapter.gguf", adapter_only=True)
+
+
 def test_four_bits_in_and_out(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """A GGUF base is quantised as the folder is; what is exported is what was dequantised, with the adapter."""
     lorarun.save_gguf(lorarun.load(tiny("qwen3")), tmp_path / "base.gguf", dtype="bf16")
@@ -162,9 +195,15 @@ def test_four_bits_in_and_out(tiny: Callable[[str], Path], tmp_path: Path) -> No
     assert np.abs(stored["blk.0.ffn_up.weight"] - expected.numpy()).max() <= 2e-6
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma2"])
-def test_adapter_alone_adds_up_to_the_merged_model(tiny: Callable[[str], Path], tmp_path: Path, name: str) -> None:
-    model = adapted(lorarun.load(tiny(name)), rslora=True)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("llama3", {"rslora": True}), ("gemma2", {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"up_proj": 9}}),
+     ("qwen2", {"init": "olora"})],
+)  # fmt: skip
+def test_adapter_alone_adds_up_to_the_merged_model(
+    tiny: Callable[[str], Path], tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    model = adapted(lorarun.load(tiny(name)), **options)
     lorarun.save_gguf(model, tmp_path / "adapter.gguf", dtype="f32", adapter_only=True)
     lorarun.save_gguf(model, tmp_path / "merged.gguf", dtype="f32")
     lorarun.use_adapter(model, None)

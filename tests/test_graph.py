@@ -173,7 +173,7 @@ def test_a_training_run(tiny):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            curve += [loss.item(), train.evaluate(model, batches[:3])]
+            curve += [loss.item(), train.evaluate(model, batches[:3]).loss]
         curves.append(curve)
     assert curves[0] == pytest.approx(curves[1], rel=1e-4)
     assert curves[1][-1] < curves[1][1] - 0.05
@@ -304,6 +304,39 @@ def test_a_model_goes_when_nobody_holds_it(tiny):
 
 
 # --- eager instead ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "a table, or rows of it, are trained"),
+        ({"modules_to_save": ["norm"]}, "a base weight is trained"),
+        ({"modules_to_save": ["k_proj"]}, "a base weight is trained"),
+        ({"targets": ["q_proj", "lm_head"]}, "a table has an adapter"),
+        ({"targets": ["q_proj", "embed_tokens"]}, "a table has an adapter"),
+        (None, "a base weight is trained"),
+    ],
+)
+def test_what_is_trained_beside_projections_runs_eagerly(tiny, arguments, reason):
+    """And steps of another adapter of the same model are captured as ever."""
+    model = adapted(tiny("llama3"))
+    for _ in range(3):
+        lorarun.loss(model, texts())
+    replays = model.graphs.replays
+    assert replays > 0
+    if arguments is None:
+        model.adapters.clear()
+        lorarun.train_all(model)
+    else:
+        lorarun.add_lora(model, name="more", **({"targets": ["q_proj"]} | arguments))
+    for _ in range(3):
+        lorarun.loss(model, texts()).backward()
+    assert model.graphs.replays == replays and model.graphs.reason == reason
+    if arguments is not None:
+        lorarun.use_adapter(model, "default")
+        for _ in range(3):
+            lorarun.loss(model, texts())
+        assert model.graphs.replays > replays
 
 
 def test_what_python_would_do_in_a_step_is_not_captured(tiny, monkeypatch):

@@ -101,6 +101,27 @@ def test_fifty_steps(device, documents, bits, monkeypatch):
     assert error <= 1.5 * noise + 1e-3
 
 
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize(
+    "options", [{"dora": True}, {"dora": True, "init": "pissa_niter_2"}, {"bias": True}, {"freeze_a": True}], ids=str
+)
+def test_options_of_adapters_after_a_step(device, bits, options):
+    """DoRA's lengths are computed inside the graph: after a step they are those of the new matrices."""
+    model = make("llama", bits, device, **options)
+    eager, data = copy.deepcopy(model), batch(1, 512, 256)
+    before = captured(model, data, 256)
+    gradients(eager, data, 256)
+    eager.graphs.stopped = "a test compares with it"
+    for each in (model, eager):
+        generator = torch.Generator(device).manual_seed(0)
+        with torch.no_grad():
+            for p in lorarun.lora_parameters(each):
+                p.add_(0.05 * torch.randn(p.shape, device=device, generator=generator))
+    ours, theirs = gradients(model, data, 256), gradients(eager, data, 256)
+    assert all(map(torch.equal, ours, theirs)) and eager.graphs.replays == 0
+    assert distance(ours, before) > 0.1
+
+
 def test_dropout_follows_the_clock(device, monkeypatch):
     model, data = make("llama", 4, device), batch(1, 512, 256)
     for _, linear in linears(model):

@@ -104,6 +104,36 @@ def test_what_cannot_be_honoured_is_refused(tiny, arguments, says):
         lorarun.load(tiny("llama3"), **arguments)
 
 
+def test_what_contradicts_itself_is_refused(tiny, tmp_path):
+    model = lorarun.add_lora(lorarun.load(tiny("llama-tied"), device="cpu"), r=2)
+    lorarun.save_adapter(model, tmp_path / "adapter")
+    lorarun.save_gguf(model, tmp_path / "model.gguf")
+    with pytest.raises(ValueError, match="is an adapter itself; give its base as the name"):
+        lorarun.load(tmp_path / "adapter", adapter=tmp_path / "adapter")
+    with pytest.raises(ValueError, match="is a local folder, so revision='v2' has no meaning"):
+        lorarun.load_adapter(model, tmp_path / "adapter", name="two", revision="v2")
+    with pytest.raises(ValueError, match="is a local file, so revision='v2' has no meaning"):
+        lorarun.load(tmp_path / "model.gguf", revision="v2")
+    with pytest.raises(ValueError, match="holds a model, not an adapter"):
+        lorarun.load_adapter(model, tiny("llama-tied"), name="two")
+    with pytest.raises(
+        ValueError, match=r"does not fit this model:(.|\n)*It names .*llama-tied as its base; this model is"
+    ):
+        lorarun.load(tiny("qwen3"), adapter=tmp_path / "adapter", device="cpu")
+    assert list(model.adapters) == ["default"]
+
+
+def test_a_vision_tower_is_left_aside_and_counted(tiny, capsys):
+    """sgl-project/sglang#11260"""
+    folder = tiny("gemma3")
+    lorarun.load(folder, device="cpu")
+    names = load_file(folder / "model.safetensors").keys()
+    count = sum("vision" in name or "projector" in name for name in names)
+    assert count > 0 and f"load: {count} tensors of a vision tower are left aside" in capsys.readouterr().err
+    lorarun.load(tiny("gemma3-text"), device="cpu")
+    assert "vision" not in capsys.readouterr().err
+
+
 def test_no_tokenizer_is_said_by_the_calls_that_need_one(tiny):
     model = lorarun.load(tiny("llama3"), device="cpu")
     assert model.tokenizer is None

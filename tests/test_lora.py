@@ -23,10 +23,9 @@ from lorarun.lora import (
     find_targets,
     linears,
     lora_parameters,
-    merge,
-    unmerge,
     use_adapter,
 )
+from lorarun.merge import merge, unmerge
 from lorarun.nn import Linear, Model
 from lorarun.project import project
 
@@ -166,8 +165,6 @@ def test_a_name_that_matches_nothing_beside_others_is_told(tiny: Tiny) -> None:
             r"match 4 modules that are no projections, such as model.layers.0.self_attn \(Attention\)",
         ),
         ({"targets": r".*layers\.0\..*"}, "that are no projections"),
-        ({"targets": ["q_proj", "lm_head"]}, "adapters on lm_head are not supported"),
-        ({"targets": ["embed_tokens"]}, "adapters on model.embed_tokens are not supported"),
         ({"layers": [4]}, "expected numbers of blocks from 0 to 3"),
         ({"layers": []}, "expected numbers of blocks"),
         ({"r": 0}, "r is 0"),
@@ -178,11 +175,10 @@ def test_a_name_that_matches_nothing_beside_others_is_told(tiny: Tiny) -> None:
         ({"dtype": torch.int8}, "expected a floating-point"),
         ({"name": "a.b"}, "name is 'a.b'"),
         ({"name": "train"}, "no torch module has"),
-        ({"init": "pissa"}, "init='pissa' is not supported"),
-        ({"bias": True, "dora": True}, "bias, dora are not supported"),
-        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is not supported"),
-        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern is not supported"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
+        ({"targets": ["q_proj", "lm_head"], "layers": [1]}, "targets mean lm_head, which are in no layer"),
+        ({"modules_to_save": ["head"], "targets": ["lm_head"], "layers": [1]}, "match no module of layers"),
+        ({"modules_to_save": ["lm_head", "nothing", ""]}, "no module of this model is called 'nothing', ''"),
+        ({"modules_to_save": "lm_head"}, "expected a list of names"),
     ],
 )
 def test_what_cannot_be_is_refused_and_leaves_the_model_alone(arguments: dict, message: str, tiny: Tiny) -> None:

@@ -150,6 +150,32 @@ def test_prediction_where_only_some_blocks_are_trained(tiny, trained):
     assert model.planned.allocated == pytest.approx(measured, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"modules_to_save": ["lm_head", "norm"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"targets": ["q_proj", "embed_tokens", "lm_head"]},
+    ],
+)
+def test_prediction_where_more_than_projections_is_trained(tiny, arguments):
+    model = lorarun.load(tiny("llama3"))
+    lorarun.add_lora(model, r=4, **({"targets": ["q_proj"]} | arguments))
+    with sdpa_kernel(SDPBackend.MATH):
+        lorarun.plan(model, 96, policy="keep")
+        measured = tiny_run(model, 96)
+    assert model.planned.allocated == pytest.approx(measured, rel=0.01)
+
+
+def test_prediction_where_every_weight_is_trained(tiny, monkeypatch):
+    model = lorarun.train_all(lorarun.load(tiny("gemma2")))
+    monkeypatch.setattr(lorarun, "lora_parameters", lambda model: list(model.parameters()))
+    with sdpa_kernel(SDPBackend.MATH):
+        lorarun.plan(model, 96, policy="selective")
+        measured = tiny_run(model, 96)
+    assert model.planned.allocated == pytest.approx(measured, rel=0.01)
+
+
 def test_8b_against_the_arithmetic_of_its_design():
     """108 KiB a token and block are kept; so much of the rest is weights."""
     predictor = Predictor(in_shapes(LLAMA_8B))

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import lorarun
-from lorarun.config import rope_parameters
+from lorarun.config import rope_parameters, stored_dtype, text_config
 from lorarun.models import build_model
 from lorarun.rotary import Rotary, frequencies
 
@@ -293,6 +293,17 @@ def test_hidden_states_and_packed_documents_are_the_documents_alone(tiny):
 def test_values_that_a_field_cannot_have_are_refused(tiny, field, value, says):
     with pytest.raises(ValueError, match=says):
         changed(tiny("qwen3"), lambda raw: raw.__setitem__(field, value))
+
+
+def test_what_stands_beside_a_text_config_and_inside():
+    """sgl-project/sglang#11260: the outer level has what the text model's leaves out; its own word wins.
+    deepspeedai/DeepSpeed#8341: the dtype in both spellings."""
+    outer = {"tie_word_embeddings": False, "torch_dtype": "float16"}
+    assert text_config(outer | {"text_config": {"vocab_size": 3}}) == outer | {"vocab_size": 3}
+    assert text_config(outer | {"text_config": {"tie_word_embeddings": True}})["tie_word_embeddings"] is True
+    assert stored_dtype(outer | {"text_config": {"dtype": None}}) == torch.float16
+    assert stored_dtype({"dtype": "bfloat16"}) == stored_dtype({"torch_dtype": "torch.bfloat16"}) == torch.bfloat16
+    assert stored_dtype({}) is None
 
 
 def test_null_means_the_default_also_for_gemma_and_text_config(tiny):

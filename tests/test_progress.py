@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from lorarun import progress
-from lorarun.progress import Progress, plot_losses
+from lorarun.progress import Progress
+from lorarun.watch import PLOTS, draw
 
 
 class Terminal(io.StringIO):
@@ -58,20 +59,25 @@ def test_metrics_are_written_as_the_run_goes(tmp_path, monkeypatch):
     run.close()
     run.close()
     assert [line["step"] for line in lines(run)] == [0, 1, 2]
-    assert lines(run)[1] | {"tokens_per_s": 0} == {
-        "step": 1, "loss": None, "tokens": 10, "lr": 0.5, "tokens_per_s": 0, "elapsed_s": 4.0, "eval_loss": 2.0,
+    assert lines(run)[1]["memory_gib"] > 0.01
+    assert lines(run)[1] | {"tokens_per_s": 0, "memory_gib": 0} == {
+        "step": 1, "loss": None, "tokens": 10, "lr": 0.5, "tokens_per_s": 0, "memory_gib": 0, "elapsed_s": 4.0,
+        "eval_loss": 2.0,
     }  # fmt: skip
     assert lines(run)[2]["tokens_per_s"] == pytest.approx(10 / 5)
 
 
-def test_the_plot_is_a_picture_of_what_there_is(tmp_path):
+def test_the_plots_are_pictures_of_what_there_is(tmp_path):
     rows = [
         {"step": 0, "eval_loss": 3.0},
         {"step": 1, "loss": None},
-        {"step": 2, "loss": float("nan")},
-        {"step": 3, "loss": 2.0, "eval_loss": 2.5},
+        {"step": 2, "loss": float("nan"), "lr": 0.5, "grad_norm": 1.0},
+        {"step": 3, "loss": 2.0, "eval_loss": 2.5, "tokens_per_s": 8.0, "memory_gib": 1.5},
     ]
-    for name, chosen in [("some.png", rows), ("none.png", [])]:
-        assert plot_losses(chosen, tmp_path / name)
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["none.png", "some.png"]
+    for name, chosen in [("some", rows), ("none", [])]:
+        (tmp_path / name).mkdir()
+        assert draw(chosen, tmp_path / name) == tmp_path / name / "loss.png"
+        assert sorted(path.name for path in (tmp_path / name).iterdir()) == sorted(PLOTS)
+        assert all((tmp_path / name / file).read_bytes().startswith(b"\x89PNG") for file in PLOTS)
+    for file in PLOTS:  # each of them shows something
+        assert (tmp_path / "some" / file).read_bytes() != (tmp_path / "none" / file).read_bytes(), file

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from lorarun.adapter import save_adapter
 from lorarun.kernels.nf4 import nf4_quantize
 from lorarun.load import load, load_adapter
-from lorarun.lora import add_lora, find_targets, linears, lora_parameters, merge
+from lorarun.lora import add_lora, find_targets, linears, lora_parameters
+from lorarun.merge import merge
 from lorarun.models import build_model
 from lorarun.nn import Linear
 from lorarun.quant.store import (

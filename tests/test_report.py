@@ -54,6 +54,35 @@ def test_stores_and_what_was_left_dense_are_named(tiny):
     assert "model.layers.1.mlp.down_proj" in storage["projections left dense"]
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("name", "asked", "projections", "rest"),
+    [
+        ("llama3", {}, ("dense float32", "dense bfloat16", "as stored, float32"), "dense bfloat16"),
+        ("llama3", {"bits": 4}, ("NF4 in blocks of 64", "dense bfloat16", "bits=4, float32"), "dense bfloat16"),
+        ("llama3", {"bits": 8}, ("FP8 e4m3, a scale a row", "dense bfloat16", "bits=8, float32"), "dense bfloat16"),
+        ("llama3-bnb4", {}, ("NF4 in blocks of 64", "NF4 in blocks of 64", "as stored, float32"), "dense bfloat16"),
+        ("llama3-bnb4", {"bits": 16}, ("dense float32", "NF4 in blocks of 64", "bits=16"), "dense bfloat16"),
+        ("llama3-fp8", {}, ("FP8 e4m3, blocks", "FP8 e4m3, blocks of 128 × 128", "as stored"), "dense bfloat16"),
+        ("q8_0", {}, ("dense float32", "GGUF Q8_0", "as stored, float32"), "GGUF Q8_0, dense float32"),
+        ("f16", {"bits": 4}, ("NF4 in blocks of 64", "dense float16", "bits=4"), "dense float16, dense float32"),
+    ],
+)
+def test_each_group_has_what_runs_what_is_stored_and_what_was_asked(tiny, tmp_path, name, asked, projections, rest):
+    path = tmp_path / "model.gguf"
+    if name in ("q8_0", "f16"):
+        lorarun.save_gguf(lorarun.load(tiny("llama3"), device="cpu"), path, dtype=name)
+    model = lorarun.load(path if path.exists() else tiny(name), device="cpu", **asked)
+    storage = lorarun.report(model).to_dict()["storage"]
+    runs, stored, wanted = projections
+    held, _, origin = storage["projections"].partition(" (stored: ")
+    assert runs in held and origin.startswith(stored) and f"asked: {wanted}" in origin
+    held, _, origin = storage["embedding, head, final norm"].partition(" (stored: ")
+    assert held.endswith("dense float32") and origin == f"{rest}; asked: float32)"
+    stored_norms = "dense float32" if path.exists() else "dense bfloat16"
+    assert storage["norms, biases"].endswith(f"dense float32 (stored: {stored_norms}; asked: float32)")
+
+
 def test_operations_on_a_cpu_name_the_reason(tiny):
     facts = lorarun.report(lorarun.load(tiny("gemma3-text"))).to_dict()["operations"]
     assert "no Triton here" in facts["projections"] and "no Triton here" in facts["norm, rotary, gate"]

@@ -18,10 +18,10 @@ import pytest
 import toy
 from pyarrow import csv as arrow_csv
 
+from lorarun.checks import summary
 from lorarun.documents import prepare
 from lorarun.rows import Row, iter_rows, read_rows, standard
 from lorarun.tokenizer import Tokenizer
-from lorarun.train import summary
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '</s>\n' }}{% endfor %}"

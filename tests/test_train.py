@@ -1,6 +1,7 @@
 """The loss against transformers' full logits, alone, packed and accumulated, and what a step without targets does."""
 
 import functools
+import math
 import warnings
 
 import pytest
@@ -31,7 +32,9 @@ def ragged(count=8, seed=0, low=3, high=SEQ):
 
 
 def part(batch, rows):
-    return Batch(batch.ids[rows], batch.labels[rows], documents=batch.documents[rows])
+    """Some rows of a batch."""
+    names = ("ids", "labels", "documents", "weights")
+    return Batch(**{n: getattr(batch, n)[rows] for n in names if getattr(batch, n) is not None})
 
 
 def with_adapter(folder):
@@ -162,14 +165,73 @@ def test_packed_rows_learn_as_if_they_were_alone(tiny, name):
     assert_same(gradients, take_gradients(model), rel=2e-5)
 
 
+@pytest.mark.parametrize("name", ["llama3", "gemma2"])
+def test_smoothed_labels_and_weighted_tokens_are_those_of_full_logits(tiny, name):
+    model, batch = with_adapter(tiny(name)), ragged()
+    batch.weights = 2 * torch.rand(batch.ids.shape, generator=torch.Generator().manual_seed(2))
+    batch.weights[1] = 0.0
+    for smoothing, weights in ((0.2, None), (0.0, batch.weights), (0.2, batch.weights)):
+        logits, goal = model(batch.ids, documents=batch.documents)[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten()
+        each = torch.nn.functional.cross_entropy(logits, goal, reduction="none", label_smoothing=smoothing)
+        w = (torch.ones_like(batch.ids[:, 1:]) if weights is None else weights[:, 1:]).flatten() * (goal >= 0)
+        expected = (w * each).sum() / w.sum()
+        expected.backward()
+        gradients = take_gradients(model)
+        given = Batch(batch.ids, batch.labels, documents=batch.documents, weights=weights)
+        got = lorarun.loss(model, given, smoothing=smoothing)
+        got.backward()
+        assert got.item() == pytest.approx(expected.item(), rel=1e-5)
+        assert_same(take_gradients(model), gradients, rel=2e-5)
+        assert "smoothed labels or weighted tokens" in model.graphs.reason
+        step = [part(given, rows) for rows in (slice(0, 3), slice(3, 4), slice(4, 8))]
+        total, count = train.accumulated(model, step, smoothing)
+        assert count == supervised(given) and total.item() == pytest.approx(expected.item(), rel=1e-5)
+        assert_same(take_gradients(model), gradients, rel=2e-5)
+
+
+def test_weights_that_make_no_sense_are_refused(tiny):
+    model, batch = with_adapter(tiny("llama3")), ragged(2)
+    for weights, message in (
+        (torch.ones(2, 3), "float32 tensor"),
+        (torch.ones(2, SEQ, dtype=torch.float64), "float32 tensor"),
+        (torch.full((2, SEQ), -1.0), "cannot be learned backwards"),
+        (torch.full((2, SEQ), float("nan")), "finite numbers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Batch(batch.ids, batch.labels, weights=weights)
+    with pytest.raises(ValueError, match="smoothing is 1.0"):
+        lorarun.loss(model, batch, smoothing=1.0)
+    nothing = Batch(batch.ids, batch.labels, weights=torch.zeros(2, SEQ))
+    with pytest.warns(UserWarning, match="no token of this step is supervised"):
+        lorarun.loss(model, nothing).backward()
+    assert not any(gradient.any() for gradient in take_gradients(model).values())
+
+
+def test_a_loss_scale_keeps_gradients_that_float16_would_lose(tiny):
+    """Of a step of a million tokens: without it all that flows back is below float16's smallest number."""
+    exact = with_adapter(tiny("llama3"))
+    lorarun.loss(exact, ragged()).backward()
+    expected = take_gradients(exact)
+    model = lorarun.load(tiny("llama3"), device="cpu", dtype=torch.float16)
+    lorarun.add_lora(model, r=4, seed=0)
+    model.load_state_dict({n: p for n, p in exact.state_dict().items() if ".lora_" in n}, strict=False)
+    errors = []
+    for scale in (1.0, 2.0**16):
+        (lorarun.loss(model, ragged(), denominator=1e6) * scale).backward()
+        unit = 1e6 / scale / supervised(ragged())
+        found = {name: unit * gradient for name, gradient in take_gradients(model).items()}
+        errors.append(max(((found[n] - g).norm() / g.norm()).item() for n, g in expected.items()))
+    assert errors[0] > 0.5 and errors[1] < 0.05
+
+
 # --- accumulation: huggingface/transformers#34191 and its kin --------------------------------------------------------
 
 
 def test_a_step_is_the_mean_over_its_tokens_not_over_its_batches(tiny, monkeypatch):
     """One batch has 1 token of loss 4, the other 9 of loss 1: the step's loss is 13/10, not the mean of 4 and 1."""
     model = with_adapter(tiny("llama3"))
-    losses = lambda hidden, weight, targets, softcap: targets + 0.0 * hidden.sum(-1)  # noqa: E731
-    monkeypatch.setattr(train, "linear_cross_entropy", losses)
+    losses = lambda hidden, weight, targets, softcap, **how: targets + 0.0 * hidden.sum(-1)  # noqa: E731
+    monkeypatch.setattr(cross_entropy, "linear_cross_entropy", losses)
     ids = torch.full((1, 10), 5)
     few, many = torch.full((1, 10), -100), torch.full((1, 10), 1)
     few[0, 4] = 4
@@ -266,9 +328,33 @@ def test_evaluation_is_a_mean_over_tokens_in_eval_mode(tiny):
     expected = lorarun.loss(model.eval(), batch).item()
     clock = model.train().clock.step
     got = train.evaluate(model, [part(batch, slice(0, 1)), part(batch, slice(1, 6))])
-    assert got == pytest.approx(expected, rel=1e-5)
+    assert got.loss == pytest.approx(expected, rel=1e-5)
     assert model.training and model.clock.step == clock
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma2", "gemma3-text"])
+def test_evaluation_is_that_of_transformers(tiny, name, monkeypatch):
+    """Loss, perplexity and accuracy of their full logits; ours never hold more rows of them than a chunk has."""
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 4 * 8 * 4 * 1024)
+    ours = load(tiny(name))
+    theirs = AutoModelForCausalLM.from_pretrained(tiny(name), dtype=torch.float32, attn_implementation="eager")
+    batch = ragged(12)
+    batch.documents = None  # then padding is read as text, by both
+    with torch.no_grad():
+        logits = theirs(batch.ids).logits[:, :-1].flatten(0, 1)
+    goal = batch.labels[:, 1:].flatten()
+    best = logits.argmax(dim=-1)
+    lucky = (goal >= 0) & (torch.arange(len(goal)) % 3 == 0)
+    goal[lucky] = best[lucky]  # a random model would be right nowhere
+    batch.labels[:, 1:] = goal.view(12, -1)
+    with Widest(ours.lm_head.weight) as widest:
+        got = lorarun.evaluate(ours, [part(batch, slice(0, 5)), part(batch, slice(5, 12))])
+    loss = torch.nn.functional.cross_entropy(logits, goal).item()
+    assert got.loss == pytest.approx(loss, rel=1e-5)
+    assert got.perplexity == pytest.approx(math.exp(loss), rel=1e-4)
+    assert got.tokens == (goal >= 0).sum() and widest.rows == 8
+    assert got.accuracy == ((best == goal) & (goal >= 0)).sum().item() / got.tokens > 0.2
 
 
 # --- which adapters learn: huggingface/transformers#42494 and its kin ------------------------------------------------

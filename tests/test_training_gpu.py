@@ -33,7 +33,7 @@ SHAPES = {
 VOCAB, LAYERS, TOKENS = 32_000, 4, 1024
 
 
-def make(name, bits, device):
+def make(name, bits, device, **options):
     """A decoder of real widths with random weights, its projections stored in ``bits``, and an adapter with B ≠ 0."""
     torch.manual_seed(0)
     with torch.device(device):
@@ -50,7 +50,7 @@ def make(name, bits, device):
             weight = module.weight.data
             del module.weight
             module.weight = store.from_dense(weight)
-    lorarun.add_lora(model, r=16, seed=1)
+    lorarun.add_lora(model, r=16, seed=1, **options)
     for _, linear in linears(model):
         linear.factors("default")[1].data.normal_(std=0.01)
     return model

@@ -210,12 +210,12 @@ def _gather(
 @triton.jit(do_not_specialize=["r0", "r1", "r2", "seed", "stream", "first", "cut"])
 def _input_grad(
     p_x, p_dx, p_du, p_a0, p_a1, p_a2, p_da, rows, cols, stride_x, group, r0, r1, r2, seed, stream, first, cut, keep,
-    N: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr, DX: tl.constexpr, DROP: tl.constexpr, IEEE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    N: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr, DX: tl.constexpr, DA: tl.constexpr, DROP: tl.constexpr,
+    IEEE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One block of columns of x over one group of rows: dx = Σ du·A, and the group's part of dA."""
+    """One block of columns of x over one group of rows: dx = Σ du·A, and the group's part of dA; or one of both."""
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
-    dtype: tl.constexpr = p_x.dtype.element_ty
+    dtype: tl.constexpr = p_du.dtype.element_ty
     part = tl.program_id(1).to(tl.int64)
     o_k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     o_c = tl.arange(0, ALL)
@@ -229,19 +229,22 @@ def _input_grad(
         o_m = part * group + at + tl.arange(0, BLOCK_M)
         m_m = o_m < rows
         mask = m_m[:, None] & m_k[None, :]
-        b_x = tl.load(p_x + o_m[:, None] * stride_x + o_k[None, :], mask=mask, other=0.0)
         b_du = tl.load(p_du + o_m[:, None] * (N * WIDTH) + o_c[None, :], mask=m_m[:, None] & m_c[None, :], other=0.0)
         if DROP:
             b_kept = kept(first + o_m, tl.program_id(0) * BLOCK_K, cols, seed, stream, cut, BLOCK_M, BLOCK_K)
-            b_x = tl.where(b_kept, b_x.to(tl.float32) * keep, 0.0).to(dtype)
-        b_da = tl.dot(tl.trans(b_du), b_x, b_da, input_precision=precision)
+        if DA:
+            b_x = tl.load(p_x + o_m[:, None] * stride_x + o_k[None, :], mask=mask, other=0.0)
+            if DROP:
+                b_x = tl.where(b_kept, b_x.to(tl.float32) * keep, 0.0).to(dtype)
+            b_da = tl.dot(tl.trans(b_du), b_x, b_da, input_precision=precision)
         if DX:
             b_dx = tl.dot(b_du, b_a, input_precision=precision)
             if DROP:
                 b_dx = tl.where(b_kept, b_dx * keep, 0.0)
             tl.store(p_dx + o_m[:, None] * cols + o_k[None, :], b_dx.to(dtype), mask=mask)
-    o_da = (part * (N * WIDTH) + o_c[:, None]) * cols + o_k[None, :]
-    tl.store(p_da + o_da, b_da, mask=m_c[:, None] & m_k[None, :])
+    if DA:
+        o_da = (part * (N * WIDTH) + o_c[:, None]) * cols + o_k[None, :]
+        tl.store(p_da + o_da, b_da, mask=m_c[:, None] & m_k[None, :])
 
 
 # --- host functions ---
@@ -382,29 +385,34 @@ def lora_grad(dy: Tensor, u: Tensor, branches: Sequence[Branch]) -> tuple[Tensor
 
 
 def lora_input_grad(
-    x: Tensor, du: Tensor, branches: Sequence[Branch], drop: Dropout | None = None, needs_dx: bool = True
+    x: Tensor | None, du: Tensor, branches: Sequence[Branch], drop: Dropout | None = None, needs_dx: bool = True
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """The adapters' part of dx, Σ drop'(duᵢ · Aᵢ) [rows, in] in the dtype of x (None unless ``needs_dx``), and dAᵢ =
-    duᵢᵀ · drop(x) in fp32; reads x once."""
-    n, width, (rows, cols) = len(branches), slot(branches), x.shape
-    if not serves(x, branches, drop):
-        dropped, das = _dropped(x, drop), []
-        dx = torch.zeros_like(x) if needs_dx else None
+    """The adapters' part of dx, Σ drop'(duᵢ · Aᵢ) [rows, in] in the dtype of du (None unless ``needs_dx``), and dAᵢ =
+    duᵢᵀ · drop(x) in fp32 (None without x, where every A is frozen); reads x once."""
+    n, width, rows = len(branches), slot(branches), len(du)
+    cols = next(branch.a.shape[1] for branch in branches if branch.a is not None)
+    if not serves(du, branches, drop):
+        dropped, das = None if x is None else _dropped(x, drop).float(), []
+        dx = du.new_zeros(rows, cols) if needs_dx else None
         for i, branch in enumerate(branches):
             part = du[:, i * width : i * width + branch.rank]
-            das.append(None if branch.a is None else part.T.float() @ dropped.float())
+            das.append(None if branch.a is None or dropped is None else part.T.float() @ dropped)
             if branch.a is not None and dx is not None:
-                dx += _dropped(part @ branch.a.to(x.dtype), drop)
+                dx += _dropped(part @ branch.a.to(du.dtype), drop)
         return dx, das
+    if x is None and not needs_dx:
+        return None, [None] * n
     a, _, ranks, _, _ = _triples(branches)
-    block_m, block_k, warps, stages, groups = tile(INPUT_GRAD, width, x)
+    block_m, block_k, warps, stages, groups = tile(INPUT_GRAD, width, du)
     group, groups = row_groups(rows, block_m, groups)
-    sums = torch.empty((groups, n * width, cols), dtype=torch.float32, device=x.device)
-    dx = torch.empty((rows, cols), dtype=x.dtype, device=x.device) if needs_dx else None
+    sums = torch.empty((groups if x is not None else 0, n * width, cols), dtype=torch.float32, device=du.device)
+    dx = torch.empty((rows, cols), dtype=du.dtype, device=du.device) if needs_dx else None
     _input_grad[(triton.cdiv(cols, block_k), groups)](
-        x, dx, du, *a, sums, rows, cols, x.stride(0), group, *ranks, *masking(drop),
-        N=n, WIDTH=width, ALL=triton.next_power_of_2(n * width), DX=needs_dx, DROP=drop is not None,
-        IEEE=x.dtype == torch.float32, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps, num_stages=stages,
+        x, dx, du, *a, sums, rows, cols, 0 if x is None else x.stride(0), group, *ranks, *masking(drop),
+        N=n, WIDTH=width, ALL=triton.next_power_of_2(n * width), DX=needs_dx, DA=x is not None, DROP=drop is not None,
+        IEEE=du.dtype == torch.float32, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps, num_stages=stages,
     )  # fmt: skip
+    if x is None:
+        return dx, [None] * n
     slots = sums.sum(0).split(width)
     return dx, [None if br.a is None else da[: br.rank] for br, da in zip(branches, slots, strict=True)]

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from kernels.checks import close, narrow, poison
 
 from lorarun.kernels import cross_entropy
-from lorarun.kernels.cross_entropy import linear_cross_entropy
+from lorarun.kernels.cross_entropy import linear_cross_entropy, linear_scores
 
 
-def check(device, dtype, rows, dim, vocab, softcap=None, scale=1.0, roundings=8, trained=True):
+def check(device, dtype, rows, dim, vocab, softcap=None, scale=1.0, roundings=8, trained=True, smoothing=0.0):
     torch.manual_seed(0)
     hidden = torch.randn(rows, dim).to(device, dtype)
     weight = (2 * torch.randn(vocab, dim) / dim**0.5).to(device, dtype)
@@ -24,9 +24,9 @@ def check(device, dtype, rows, dim, vocab, softcap=None, scale=1.0, roundings=8,
         if exact:
             z = scale * h @ w.T
             z = softcap * torch.tanh(z / softcap) if softcap else z
-            losses = F.cross_entropy(z, targets, reduction="none")
+            losses = F.cross_entropy(z, targets, reduction="none", label_smoothing=smoothing)
         else:
-            losses = linear_cross_entropy(h, w, targets, softcap, scale)
+            losses = linear_cross_entropy(h, w, targets, softcap, scale, smoothing)
             assert (losses[targets == -100] == 0).all() and losses.dtype == torch.float32
         leaves = (h, w) if trained else (h,)
         results.append((losses, *torch.autograd.grad(losses, leaves, upstream.to(losses.dtype))))
@@ -42,6 +42,44 @@ def check(device, dtype, rows, dim, vocab, softcap=None, scale=1.0, roundings=8,
 def test_values_and_gradients(device, monkeypatch, rows, vocab, softcap, scale, half):
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 3 * 4 * vocab)  # a few rows a chunk
     check(device, narrow(device) if half else torch.float32, rows, 16, vocab, softcap, scale, 8 if half else 32)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(("softcap", "scale"), [(None, 1.0), (2.0, 3.0)])
+@pytest.mark.parametrize(("smoothing", "vocab"), [(0.1, 65), (0.5, 5000)])
+def test_label_smoothing(device, monkeypatch, vocab, smoothing, softcap, scale, half):
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 3 * 4 * vocab)
+    dtype = narrow(device) if half else torch.float32
+    check(device, dtype, 7, 16, vocab, softcap, scale, 8 if half else 32, smoothing=smoothing)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("vocab", [65, 5000])
+def test_hits_are_the_arg_max(device, monkeypatch, vocab, softcap):
+    """Losses as ever, and whether each target is the first of the highest logits."""
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 3 * 4 * vocab)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(12, 16, device=device), torch.randn(vocab, 16, device=device) / 4
+    targets = torch.randint(vocab, (12,), device=device)
+    z = (hidden.double() @ weight.double().T).cpu()
+    targets[::2] = z.argmax(dim=1)[::2].to(device)
+    targets[4] = -100
+    losses, hits = linear_scores(hidden, weight, targets, softcap)
+    assert torch.equal(losses, linear_cross_entropy(hidden, weight, targets, softcap))
+    assert torch.equal(hits.cpu(), z.argmax(dim=1) == targets.cpu())
+    assert hits.sum() == 5
+
+
+@pytest.mark.kernel
+def test_of_equal_logits_the_first_is_the_hit(device):
+    """Whole numbers, so that the ties are exact: the highest logits are 3, at places 2 and 4."""
+    weight = torch.tensor([[1.0], [0.0], [3.0], [2.0], [3.0]], device=device)
+    targets = torch.tensor([0, 2, 4, 3], device=device)
+    assert linear_scores(torch.ones(4, 1, device=device), weight, targets)[1].tolist() == [False, True, False, False]
+    zero = torch.zeros(2, 1, device=device)
+    assert linear_scores(zero, weight, torch.tensor([0, 4], device=device))[1].tolist() == [True, False]
 
 
 @pytest.mark.gpu

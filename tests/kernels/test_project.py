@@ -7,12 +7,12 @@ import torch
 from kernels.checks import close, narrow, poison
 
 from lorarun.kernels.backend import reference
-from lorarun.nn import Adapter, Clock, Linear
+from lorarun.linear import Adapter, Clock, Linear
 from lorarun.project import gated_mlp, obstacle, project
 from lorarun.quant.store import NF4Store
 
 
-def linear(device, dtype, cols, size, rank, bias=False, dropout=0.0, stream=0, clock=None, stored=False):
+def linear(device, dtype, cols, size, rank, bias=False, dropout=0.0, stream=0, clock=None, stored=False, options=()):
     made = Linear(cols, size, bias)
     made.weight.data = torch.randn(size, cols) / cols**0.5
     if bias:
@@ -23,10 +23,20 @@ def linear(device, dtype, cols, size, rank, bias=False, dropout=0.0, stream=0, c
         del made.weight
         made.weight = store
     if rank:
-        adapter = Adapter(1.5, dropout, stream, clock or Clock(3, 1))
+        adapter = Adapter(1.5, dropout, stream, clock or Clock(3, 1), "frozen a" in options)
         a, b = torch.randn(rank, cols) / cols**0.5, torch.randn(size, rank) / rank**0.5
-        made.attach("default", adapter, a.to(device), b.to(device))
+        more = {
+            "magnitude": torch.rand(size) + 0.5 if "dora" in options else None,
+            "b_bias": torch.randn(size) if "b_bias" in options else None,
+            "bias": torch.randn(size) if "own bias" in options and bias else None,
+            "start": (torch.randn(rank, cols) / cols**0.5, torch.randn(size, rank) / 4) if "start" in options else None,
+        }
+        more = {key: tuple(t.to(device) for t in value) if key == "start" else value.to(device)
+                for key, value in more.items() if value is not None}  # fmt: skip
+        made.attach("default", adapter, a.to(device), b.to(device), **more)
         made.active = "default"
+        if "frozen a" in options:
+            made.factors("default")[0].requires_grad_(False)
     return made.train()
 
 
@@ -106,6 +116,61 @@ def test_dropout_in_an_mlp_whose_inner_width_is_no_multiple_of_four(device):
     gate, up = (linear(device, torch.float32, 64, 38, 4, dropout=0.25, stream=2) for _ in range(2))
     down = linear(device, torch.float32, 38, 64, 4, dropout=0.25, stream=3)
     compare(lambda ls, h: gated_mlp(h, *ls, "silu"), [gate, up, down], [torch.randn(2, 5, 64).to(device)], 64)
+
+
+OPTIONS = [
+    (("dora",), 0.0, False),
+    (("dora", "own bias", "start"), 0.0, True),
+    (("dora",), 0.25, False),  # which runs one by one
+    (("b_bias",), 0.25, False),
+    (("frozen a",), 0.25, True),
+]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(("options", "dropout", "stored"), OPTIONS)
+def test_project_with_options(device, options, dropout, stored, half):
+    """DoRA multiplies z by a number near 1 and sums dy · z over rows: as many roundings as a product more."""
+    torch.manual_seed(0)
+    dtype = narrow(device) if half else torch.float32
+    sizes = zip((96, 40, 40), (4, 0, 16), strict=True)
+    linears = [linear(device, dtype, 68, n, r, True, dropout, stored=stored, options=options) for n, r in sizes]
+    assert (obstacle(linears, dtype) is None) == (not (dropout and "dora" in options))
+    x = torch.randn(2, 9, 68).to(device, dtype)
+    compare(lambda ls, x: project(x, *ls), linears, [x], 16 if half else 128)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(("options", "dropout", "stored"), OPTIONS)
+def test_gated_mlp_with_options(device, options, dropout, stored, half):
+    torch.manual_seed(0)
+    dtype = narrow(device) if half else torch.float32
+    gate, up = (
+        linear(device, dtype, 64, 132, r, True, dropout, stream=2, stored=stored, options=options) for r in (8, 4)
+    )
+    down = linear(device, dtype, 132, 64, 8, True, dropout, stream=3, stored=stored, options=options)
+    h, residual = torch.randn(2, 35, 64).to(device, dtype), torch.randn(2, 35, 64).to(device, dtype)
+    call = lambda ls, h, r: gated_mlp(h, *ls, "silu", residual=r)  # noqa: E731
+    compare(call, [gate, up, down], [h, residual], 32 if half else 128)
+
+
+@pytest.mark.kernel
+def test_with_a_frozen_a_no_input_is_kept(device):
+    torch.manual_seed(0)
+    made = {
+        frozen: linear(device, torch.float32, 64, 48, 8, options=("frozen a",) * frozen) for frozen in (False, True)
+    }
+    h = torch.randn(5, 7, 64, device=device, requires_grad=True)
+    for frozen, each in made.items():
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, kept=kept: kept.append(tuple(t.shape)) or t, lambda t: t
+        ):
+            (y,) = project(h, each)
+        assert ((35, 64) in kept) != frozen
+        assert torch.autograd.grad(y.sum(), [h])[0].abs().sum() > 0
 
 
 @pytest.mark.gpu

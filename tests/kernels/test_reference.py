@@ -7,7 +7,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from lorarun.kernels import cross_entropy
-from lorarun.kernels.cross_entropy import linear_cross_entropy
+from lorarun.kernels.cross_entropy import linear_cross_entropy, linear_scores
 from lorarun.kernels.gated import ACTIVATIONS, gated
 from lorarun.kernels.lora import low_rank
 from lorarun.kernels.rms_norm import rms_norm
@@ -85,20 +85,21 @@ def test_gated_follows_the_formula(act):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_cross_entropy_equals_full_logits(monkeypatch, softcap):
+def test_cross_entropy_equals_full_logits(monkeypatch, softcap, smoothing):
     vocab, dim = 37, 8
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 8 * vocab * 3)  # three rows a chunk
     hidden = torch.randn(10, dim, dtype=torch.float64, requires_grad=True)
     weight = (3 * torch.randn(vocab, dim, dtype=torch.float64)).requires_grad_()
     targets = torch.randint(vocab, (10,))
     targets[[1, 4, 5, 9]] = -100
-    ours = linear_cross_entropy(hidden, weight, targets, softcap)
+    ours = linear_cross_entropy(hidden, weight, targets, softcap, smoothing=smoothing)
     logits = hidden @ weight.T
     if softcap:
         assert logits.abs().max() > 2 * softcap
         logits = softcap * torch.tanh(logits / softcap)
-    theirs = F.cross_entropy(logits, targets, reduction="none", ignore_index=-100)
+    theirs = F.cross_entropy(logits, targets, reduction="none", ignore_index=-100, label_smoothing=smoothing)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     assert (ours[targets == -100] == 0).all()
     upstream = torch.randn(10, dtype=torch.float64)  # each row weighted by its own number
@@ -108,6 +109,20 @@ def test_cross_entropy_equals_full_logits(monkeypatch, softcap):
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_hits_are_the_arg_max_and_of_equal_ones_the_first(monkeypatch, softcap):
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 8 * 37 * 3)
+    hidden, weight = torch.randn(10, 8, dtype=torch.float64), torch.randn(37, 8, dtype=torch.float64)
+    best = (hidden @ weight.T).argmax(dim=1)
+    targets = torch.where(torch.arange(10) % 2 == 0, best, (best + 1) % 37)
+    targets[4] = -100
+    losses, hits = linear_scores(hidden, weight, targets, softcap)
+    assert torch.equal(losses, linear_cross_entropy(hidden, weight, targets, softcap))
+    assert torch.equal(hits, targets == best) and hits.sum() == 4
+    weight = torch.tensor([[1.0], [3.0], [3.0]])
+    assert linear_scores(torch.ones(3, 1), weight, torch.arange(3))[1].tolist() == [False, True, False]
 
 
 def test_cross_entropy_of_no_rows_and_of_16_bits():

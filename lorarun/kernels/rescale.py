@@ -1,0 +1,141 @@
+"""Each column of a product times a number of its own, plus a bias: what DoRA does to the output of a projection.
+
+    y = z · s + b           z [rows, cols], s and b [cols]
+
+One pass over z forward (read, write), one over z and dy backward (read both, write dz), with ds = Σ dy·z and db = Σ dy
+on the way.  Written with torch's operations, fp32 copies of z and dy would come and go.  s and b are fp32 and the
+result is rounded once: a scale near 1 rounded to 16 bits would not show what a step of training changed.  ds and db are
+summed in fp32 over groups of rows, and the groups in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lorarun.kernels.backend import runs_triton, tl, triton
+
+BLOCK_M, BLOCK_N, GROUPS, WARPS = 32, 128, 16, 4
+
+
+def rescale_reference(z: Tensor, s: Tensor, b: Tensor | None = None) -> Tensor:
+    """The specification of :func:`rescale`."""
+    y = z.to(torch.promote_types(z.dtype, s.dtype)) * s
+    return (y if b is None else y + b).to(z.dtype)
+
+
+@triton.jit
+def _rescale(
+    p_z, p_s, p_b, p_y, rows, cols, stride, group,
+    BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A block of columns over a group of rows."""
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_n = o_n < cols
+    b_s = tl.load(p_s + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_b = tl.zeros([BLOCK_N], tl.float32)
+    if BIAS:
+        b_b = tl.load(p_b + o_n, mask=m_n, other=0.0).to(tl.float32)
+    for at in range(0, group, BLOCK_M):
+        o_m = tl.program_id(1).to(tl.int64) * group + at + tl.arange(0, BLOCK_M)
+        mask = (o_m < rows)[:, None] & m_n[None, :]
+        b_z = tl.load(p_z + o_m[:, None] * stride + o_n[None, :], mask=mask, other=0.0).to(tl.float32)
+        b_y = b_z * b_s[None, :] + b_b[None, :]
+        tl.store(p_y + o_m[:, None] * cols + o_n[None, :], b_y.to(p_y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rescale_backward(
+    p_dy, p_z, p_s, p_dz, p_ds, p_db, rows, cols, stride_dy, stride_z, group,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A block of columns over a group of rows: dz, and the group's parts of ds and db."""
+    o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_n = o_n < cols
+    b_s = tl.load(p_s + o_n, mask=m_n, other=0.0).to(tl.float32)
+    b_ds, b_db = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
+    for at in range(0, group, BLOCK_M):
+        o_m = tl.program_id(1).to(tl.int64) * group + at + tl.arange(0, BLOCK_M)
+        mask = (o_m < rows)[:, None] & m_n[None, :]
+        b_dy = tl.load(p_dy + o_m[:, None] * stride_dy + o_n[None, :], mask=mask, other=0.0).to(tl.float32)
+        b_z = tl.load(p_z + o_m[:, None] * stride_z + o_n[None, :], mask=mask, other=0.0).to(tl.float32)
+        b_ds += tl.sum(b_dy * b_z, axis=0)
+        b_db += tl.sum(b_dy, axis=0)
+        b_dz = b_dy * b_s[None, :]
+        tl.store(p_dz + o_m[:, None] * cols + o_n[None, :], b_dz.to(p_dz.dtype.element_ty), mask=mask)
+    o_part = tl.program_id(1).to(tl.int64) * cols + o_n
+    tl.store(p_ds + o_part, b_ds, mask=m_n)
+    tl.store(p_db + o_part, b_db, mask=m_n)
+
+
+def _grid(rows: int, cols: int) -> tuple[tuple[int, int], int]:
+    """The grid, and the rows of a group."""
+    size = triton.cdiv(triton.cdiv(rows, GROUPS), BLOCK_M) * BLOCK_M
+    return (triton.cdiv(cols, BLOCK_N), triton.cdiv(rows, size)), size
+
+
+def columns(parts: Sequence[Tensor | None], sizes: Sequence[int], fill: float) -> Tensor | None:
+    """Vectors of these sizes one behind the other, ``fill`` where there is none; None where there is none at all."""
+    there = [part for part in parts if part is not None]
+    if not there:
+        return None
+    pairs = zip(parts, sizes, strict=True)
+    return torch.cat([there[0].new_full((n,), fill) if part is None else part for part, n in pairs]).float()
+
+
+def rescale_forward(z: Tensor, s: Tensor, b: Tensor | None = None) -> Tensor:
+    """z · s + b for z [rows, cols] of any row stride, in a tensor of its own."""
+    y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    if len(z):
+        grid, group = _grid(*z.shape)
+        _rescale[grid](
+            z, s, b, y, *z.shape, z.stride(0), group,
+            BIAS=b is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=WARPS,
+        )  # fmt: skip
+    return y
+
+
+def rescale_backward(dy: Tensor, z: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dz in the dtype of z [rows, cols], ds and db in fp32."""
+    dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    if not len(z):
+        zero = torch.zeros(z.shape[1], device=z.device)
+        return dz, zero, zero
+    grid, group = _grid(*z.shape)
+    sums = torch.empty((2, grid[1], z.shape[1]), dtype=torch.float32, device=z.device)
+    _rescale_backward[grid](
+        dy, z, s, dz, sums[0], sums[1], *z.shape, dy.stride(0), z.stride(0), group,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=WARPS,
+    )  # fmt: skip
+    ds, db = sums.sum(1)
+    return dz, ds, db
+
+
+class _Rescale(torch.autograd.Function):
+    """Saves z and s."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, s: Tensor, b: Tensor | None) -> Tensor:
+        ctx.save_for_backward(z, s)
+        ctx.bias = None if b is None else b.dtype
+        return rescale_forward(z, s, b)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        z, s = ctx.saved_tensors
+        dz, ds, db = rescale_backward(dy if dy.stride(1) == 1 else dy.contiguous(), z, s)
+        return dz, ds.to(s.dtype), None if ctx.bias is None else db.to(ctx.bias)
+
+
+def rescale(z: Tensor, s: Tensor, b: Tensor | None = None) -> Tensor:
+    """z · s + b in the dtype of z [..., cols], whose rows may lie in wider ones; s and b [cols], fp32 as a rule."""
+    if not runs_triton(z) or z.dtype == torch.float64:
+        return rescale_reference(z, s, b)
+    rows = z.flatten(0, -2)
+    y: Tensor = _Rescale.apply(rows if rows.stride(1) == 1 else rows.contiguous(), s, b)
+    return y.view(z.shape)
