@@ -368,6 +368,26 @@ def test_a_kept_cache_survives_what_fails(tiny: Tiny, name: str, error: type[Bas
         assert generate(model, longer, max_new_tokens=9, stop=[], cache=cache) == expected
 
 
+def test_a_ring_that_was_half_written_is_not_used(tiny: Tiny) -> None:
+    """The ninth token has taken the first one's place in some layers, and the host has not counted it."""
+    model, prompt = build.__wrapped__(tiny("gemma3-text")), some_ids(4)
+    longer, cache, calls = prompt + some_ids(3), Cache(model, 1, 40), []
+    generate(model, prompt, max_new_tokens=1, stop=[], cache=cache)
+
+    def fails(*_: Any) -> None:
+        calls.append(1)
+        if cache.lengths == [8]:
+            raise KeyboardInterrupt
+
+    hook = model.model.layers[3].register_forward_pre_hook(fails)
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, prompt, max_new_tokens=9, stop=[], cache=cache)
+    hook.remove()
+    how: dict[str, Any] = dict(max_new_tokens=2, stop=[], logprobs=True)
+    found, expected = generate(model, longer, cache=cache, **how), generate(model, longer, **how)
+    assert len(calls) == 6 and found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
 def test_a_cache_that_holds_just_what_is_needed(tiny: Tiny) -> None:
     """The last token is chosen and never looked up; prompts of one token; rows of other lengths."""
     model, prompts = build(tiny("gemma3-text")), [some_ids(1), some_ids(9)]
