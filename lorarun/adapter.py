@@ -10,7 +10,8 @@ Files are replaced, never rewritten: a process killed in the middle of saving le
 configuration changed too) a folder without ``adapter_config.json``, which nothing takes for an adapter.
 
 Values never change on the way.  A and B are written in the dtype they have and read back into fp32, or into the file's
-dtype where that is wider.  Given up: adapters in pickles (``adapter_model.bin``), which run code when they are opened.
+dtype where that is wider.  Given up: adapters in pickles (``adapter_model.bin``), which run code when they are opened,
+and a limit on the time that matching takes where ``target_modules`` is a pattern.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def load_adapter(
     the mode it is in: call ``model.train()`` to go on training with the adapter's dropout.
 
     Raises one ValueError that lists everything in the configuration that is not supported, or every missing, unexpected
-    or mis-shaped tensor; the model is then as before.
+    or mis-shaped tensor, or every one that holds NaN or infinity; the model is then as before.
     """
     check_new(model, name, "load_adapter")
     folder = Path(path)
