@@ -45,8 +45,8 @@ class Plan(NamedTuple):
 class Cache:
     """Keys and values of every layer for ``batch`` rows of at most ``capacity`` tokens.
 
-    ``lengths`` are the rows' tokens so far, ``filled`` the same on the device, int32 [batch].  ``ids`` is for whoever
-    fills the cache to note what each row holds.
+    ``lengths`` are the rows' tokens so far, ``filled`` the same on the device, int32 [batch].  ``ids`` and
+    ``adapters`` are for whoever fills the cache to note what each row holds, and which adapter made it.
     """
 
     def __init__(self, model: Model, batch: int, capacity: int) -> None:
@@ -56,6 +56,10 @@ class Cache:
         self.lengths, self._longest = [0] * batch, 1
         self.filled = torch.zeros(batch, dtype=torch.int32, device=model.device)
         self.ids: list[list[int]] = [[] for _ in range(batch)]
+        self.adapters: list[str | None] = [None] * batch
+        self._most = [
+            0
+        ] * batch  # what each row held before tokens were taken back: rings have lost what those replaced
         self._anywhere = False  # whether a step may be run again when rows are longer
         self._plan: Plan | None = None  # of a pass that is no step
         self._step: dict[int, tuple[Tensor, Tensor]] = {}  # slot and count of a step for each size of a layer
@@ -186,19 +190,21 @@ class Cache:
     def rewind(self, row: int, length: int) -> bool:
         """Forget a row's tokens from ``length`` on; False, and nothing is done, where a ring has lost older ones.
 
-        One token can always be taken back: the one that it replaced is not seen by the next.
+        One token can always be taken back: the one that it replaced is not seen by the next.  A second one can not,
+        until another has been put in the place of the first.
         """
         have = self.lengths[row]
-        if length < have - 1 and have > min(self._sizes(), default=have):
+        most = max(have, self._most[row])
+        if length < min(have, most - 1) and most > min(self._sizes(), default=most):
             return False
-        self.lengths[row] = min(length, have)
+        self.lengths[row], self._most[row] = min(length, have), most
         self.ids[row] = self.ids[row][:length]
         self._send_lengths()
         return True
 
     def clear(self, row: int) -> None:
         """Forget a row."""
-        self.lengths[row], self.ids[row] = 0, []
+        self.lengths[row], self._most[row], self.ids[row] = 0, 0, []
         self._send_lengths()
 
     def copy_row(self, source: int, targets: list[int]) -> None:
@@ -210,7 +216,7 @@ class Cache:
             for held in (keys, values):
                 held[targets, :count] = held[source, :count].clone()
         for row in targets:
-            self.lengths[row] = self.lengths[source]
+            self.lengths[row], self._most[row] = self.lengths[source], self._most[source]
         self._send_lengths()
 
     def _sizes(self) -> set[int]:

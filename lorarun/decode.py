@@ -15,6 +15,7 @@ where answers end before their limit.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -74,7 +75,7 @@ class Decoder:
         if mixed is not None:
             self.adapters = sent(torch.tensor([[mixed.number(row.adapter)] for row in rows]), device)
         self.replay: Callable[[], None] | None = None
-        self.obstacle = _unfit(model) or (None if capture else modes(device) or capturable(model))
+        self.obstacle = _unfit(model) if capture else obstacle(model)
 
     def prefill(self) -> None:
         """Compute what the cache does not hold of the prompts, and choose each row's first token."""
@@ -165,8 +166,10 @@ class Decoder:
                     return
 
     def _next(self, t: int) -> None:
-        """Step number ``t``, replayed where that is possible; the first one warms up."""
-        if self.replay is None and self.obstacle is None and t > 1 and self.steps - t >= REPLAYS:
+        """Step number ``t``, replayed where that is possible; the first one is what will be captured, so that its
+        kernels are compiled and loaded by then."""
+        lasting = self.replay is None and self.obstacle is None and self.steps - max(t, 2) >= REPLAYS
+        if lasting and t > 1:
             lengths = list(self.cache.lengths)
             try:
                 with self.cache.anywhere():
@@ -175,7 +178,8 @@ class Decoder:
                 self.obstacle = f"the capture failed: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
             self.cache.lengths = lengths  # nothing has run
         if self.replay is None:
-            self._step()
+            with self.cache.anywhere() if lasting and t == 1 else contextlib.nullcontext():
+                self._step()
         else:
             self.cache.advance()
             self.replay()
@@ -211,6 +215,11 @@ class Reader:
         return tokens, [None] * len(tokens) if logprobs is None else logprobs.tolist()
 
 
+def obstacle(model: Model) -> str | None:
+    """Why this model's steps are not replayed as they stand now, None where they are."""
+    return _unfit(model) or modes(model.device) or capturable(model)
+
+
 def _unfit(model: Model) -> str | None:
     """Why this model's steps are not replayed: what Python does in them would be left out."""
     if dynamic_limit(model) is not None:
@@ -221,10 +230,21 @@ def _unfit(model: Model) -> str | None:
     return None
 
 
+@functools.cache
+def _captures(device: int) -> Any:
+    """The stream on which steps are captured.  One for all: cuBLAS keeps a workspace for each that it meets, and takes
+    this one's now, since inside a capture it would lie in the memory of the first graph and keep that for ever."""
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        x = torch.ones((16, 16), device=stream.device)
+        torch.mm(x, x)
+    return stream
+
+
 def _graph(run: Callable[[], None]) -> Callable[[], None]:
     """Capture ``run`` as a CUDA graph with memory of its own; where that fails, torch is as before."""
-    here, stream, graph = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
     pool, device = torch.cuda.graph_pool_handle(), torch.cuda.current_device()
+    here, stream, graph = torch.cuda.current_stream(), _captures(device), torch.cuda.CUDAGraph()
     generator = torch.cuda.default_generators[device]
     drawn = generator.clone_state()
     stream.wait_stream(here)

@@ -81,7 +81,8 @@ def generate(
     logprobs: return an :class:`Answer` in place of each answer.
     adapters: the name of the adapter for each prompt, None for the model alone, instead of the active one for all.
     cache: a :class:`lorarun.cache.Cache` with a row for each answer, which is continued: tokens that a row holds
-        already and that its prompt begins with are not computed again.
+        already and that its prompt begins with are not computed again.  Another adapter begins anew; after a change of
+        weights (a step of training, a merge) make another cache.
 
     Returns the text of the answer to a text or a conversation, up to and without what stopped it (of streamed pieces,
     all joined); for ids a list of the new ids, with the stop id as its last. A list of prompts gives a list of these;
@@ -135,7 +136,16 @@ def _decode(
         raise ValueError(f"generate: the cache has {cache.batch} rows, and there are {len(rows)} answers to decode.")
     if (wanted := capacity(model, rows, max_new_tokens)) > cache.capacity:
         raise ValueError(f"generate: the cache holds {cache.capacity} tokens a row; prompt and answer take {wanted}.")
+    limit = dynamic_limit(model)
+    if len(rows) > 1 and limit is not None and max(len(row.prompt) for row in rows) + max_new_tokens > limit:
+        raise ValueError(
+            f"generate: beyond {limit} tokens the length changes this model's rotation, and rows go alone."
+        )
     for i, row in enumerate(rows):
+        made_by = model.active if mixed is None else row.adapter
+        if made_by != cache.adapters[i]:
+            cache.clear(i)
+        cache.adapters[i] = made_by
         pairs = zip(cache.ids[i], row.prompt[:-1], strict=False)  # the last token must run, for what follows it
         common = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(cache.ids[i]), len(row.prompt) - 1))
         if not cache.rewind(i, common):

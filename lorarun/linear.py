@@ -151,7 +151,7 @@ class Linear(Weighted):
             bias = copy.bias.to(h.dtype)
         few = None
         if copy is None and isinstance(self.weight, Store):
-            few = few_projected(h.flatten(0, -2), (self,), [Branch(self.out_features)])
+            few = few_projected(h.reshape(-1, h.shape[-1]), (self,), [Branch(self.out_features)])
         y = self.adapt(self._product(h, bias) if few is None else few.view(*x.shape[:-1], -1), h, row)
         if (rows := self.rows()) is not None:
             y = replace_columns(y, h, rows)
@@ -322,7 +322,22 @@ def few_projected(
 ) -> Tensor | None:
     """:func:`lorarun.kernels.few_rows.few_rows` of stored weights for x [rows, in]; None where that does not serve:
     more rows, dense weights, gradients.  Biases that an adapter replaces or scales around are left out."""
-    if torch.is_grad_enabled() or not 0 < len(x) <= ROWS or not runs_triton(x):
+    weights = None if torch.is_grad_enabled() else few_stored(x, linears, branches)
+    if weights is None:
+        return None
+    flag = None
+    if any(branch.rank for branch in branches):
+        flag = next(decide("flags", lambda: _flags(x.device)))
+    return few_rows(x, weights, _biases(linears), branches, residual, act, flag)
+
+
+def _biases(linears: Sequence[Linear]) -> list[Tensor | None]:
+    return [None if linear.running().after else linear.bias for linear in linears]
+
+
+def few_stored(x: Tensor, linears: Sequence[Linear], branches: Sequence[Branch]) -> list[Stored] | None:
+    """The weights of a product of few rows x [rows, in] as its kernel takes them; None where that does not serve."""
+    if not 0 < len(x) <= ROWS or not runs_triton(x):
         return None
     weights = []
     for linear in linears:
@@ -330,13 +345,7 @@ def few_projected(
             return None
         block = linear.weight.block if isinstance(linear.weight, NF4Store) else 0
         weights.append(Stored(linear.weight.part(), linear.out_features, linear.in_features, block))
-    biases = [None if linear.running().after else linear.bias for linear in linears]
-    if not serves(x, weights, biases, branches):
-        return None
-    flag = None
-    if any(branch.rank for branch in branches):
-        flag = next(decide("flags", lambda: _flags(x.device)))
-    return few_rows(x, weights, biases, branches, residual, act, flag)
+    return weights if serves(x, weights, _biases(linears), branches) else None
 
 
 def _flags(device: torch.device) -> Iterator[Tensor]:

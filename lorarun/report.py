@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 
+from lorarun import decode
 from lorarun.compute import groups
 from lorarun.headers import abbreviate
+from lorarun.kernels import decode_attention
 from lorarun.kernels.attention import serves
 from lorarun.kernels.backend import runs_triton, why
+from lorarun.kernels.few_rows import ROWS
 from lorarun.kernels.replay import Frame, Running
+from lorarun.linear import Linear, few_stored
 from lorarun.nn import Model
 from lorarun.project import Frozen, obstacle
 from lorarun.quant.store import Store, stores
@@ -161,6 +165,7 @@ def _operations(model: Model) -> dict[str, str]:
         **_attention(model),
         "norm, rotary, gate": why(weight.device),
         "captured step": "decided at the first loss" if model.graphs is None else str(model.graphs),
+        "decoding": _decoding(model),
         "head and loss": f"in chunks, full logits are never held; rows of logits: {why(weight.device)}",
     }
 
@@ -186,6 +191,25 @@ def _products(model: Model) -> str:
         return dtype
     rest = f", the others {dtype}" if len(served) < len(inputs) else ""
     return f"FP8 e4m3 in both directions, a scale a row: {len(served)} of {len(inputs)} groups{rest}"
+
+
+def _decoding(model: Model) -> str:
+    """How ``generate`` computes its steps."""
+    reason = decode.obstacle(model)
+    steps = "steps replayed as a CUDA graph" if reason is None else f"steps one by one ({reason})"
+    q = torch.empty(1, model.config.head_dim, dtype=model.dtype, device=model.device)
+    attention = "Triton" if decode_attention.serves(q) else "torch"
+    inputs = [list(group.values()) for group in groups(model)]
+    stored = [group for group in inputs if any(isinstance(linear.weight, Store) for linear in group)]
+    if not stored:
+        return f"{steps}; attention: {attention}"
+
+    def from_codes(group: list[Linear]) -> bool:
+        x = torch.empty(1, group[0].in_features, dtype=model.dtype, device=model.device)
+        return few_stored(x, group, [linear.running().branch for linear in group]) is not None
+
+    served = sum(map(from_codes, stored))
+    return f"{steps}; attention: {attention}; up to {ROWS} rows from codes: {served} of {len(stored)} stored groups"
 
 
 def _attention(model: Model) -> dict[str, str]:

@@ -3,7 +3,8 @@
 Randomness is computed, not drawn: the number that decides token t of an answer is a function of (seed, answer, t), the
 same on every device.  No generator is read or moved, so a training run that looks at samples on its way stays the same
 run.  Everything here is a few operations on tensors of fixed shape that wait for nothing, so that a step of decoding
-can be captured with its choice in it.
+can be captured with its choice in it.  That is what top_p costs: how many tokens it needs is known on the device alone,
+so the whole vocabulary is sorted at every step, unless top_k says of how many the order matters.
 """
 
 from __future__ import annotations

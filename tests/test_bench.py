@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import lorarun
+from lorarun.cache import Cache
 from lorarun.quant.store import stores
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -238,3 +239,82 @@ def test_both_sides_train_on_the_same_and_fall_alike(
     batch = next(models.batches(256, 2, 24, documents))
     parts = train.floor(models.on_meta(config).config, batch, 4, "bf16", own["trained"])
     assert parts["ms"] == pytest.approx(sum(parts[name] for name in train.CLASSES)) and parts["GEMM"] == 4 * 2 * 2 + 2
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_bytes_that_a_step_of_decoding_reads(scripts: Any, monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+    """Against the model's own storage and its cache's, whose windows are shorter than the rows."""
+    decode, models = scripts("bench_decode"), scripts("bench_models")
+    monkeypatch.setitem(models.CONFIGS, "gemma-3-4b", small(models, "gemma-3-4b"))
+    model = decode.with_adapters("gemma-3-4b", bits)
+    assert all(float(p.detach().abs().max()) > 0 for name, p in model.named_parameters() if "lora_B" in name)
+    assert not model.training and any(stores(model)) == (bits == 4)
+    parts = {name: value * 1e9 for name, value in decode.read(model, 3, 20).items()}
+    everything = sum(p.nbytes for p in model.parameters())
+    outside = sum(p.nbytes for name, p in model.named_parameters() if ".layers." not in name)
+    assert parts["head"] == model.lm_head.weight.nbytes
+    assert parts["weights"] + parts["adapters"] == pytest.approx(everything - outside)
+    assert parts["cache"] == pytest.approx(Cache(model, 3, 20).nbytes)
+    eight = models.on_meta(models.CONFIGS["llama-3.1-8b"]).to(torch.bfloat16)
+    assert sum(decode.read(eight, 1, 64).values()) == pytest.approx(2 * (8.03 - 128_256 * 4096 / 1e9), rel=0.01)
+
+
+def test_decoding_is_timed_by_its_difference(scripts: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A clock of our own: half a second for prompts and capture, 10 ms a step, five kernels a layer and four more."""
+    decode, models, bench = scripts("bench_decode"), scripts("bench_models"), scripts("bench")
+    monkeypatch.setitem(models.CONFIGS, "llama-3.1-8b", small(models, "llama-3.1-8b"))
+    asked: list[tuple[int, int]] = []
+
+    def answered(call: Any) -> int:
+        answers = call()
+        asked.append((len(answers), len(answers[0])))
+        return asked[-1][1]
+
+    monkeypatch.setattr(decode, "timed", lambda call, times=3: 0.5 + 0.01 * answered(call))
+    monkeypatch.setattr(decode, "profiled", lambda call: [("k", 0.0, 1.0)] * (7 + 14 * answered(call)))
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**30)
+    monkeypatch.setattr(decode, "begin", lambda: None)
+    monkeypatch.setattr(decode, "copy_rate", lambda: 4.0)
+    said = {"hf": {"2x9": 10.0, "1x9": 5.0}, "unsloth": {"failed": "ImportError: no"}}
+    monkeypatch.setattr(decode, "theirs", lambda args, peers: {peer: said[peer] for peer in peers})
+    words = ["decode", "llama-3.1-8b", "--batch", "1", "2", "--prompt", "9", "--new", "8", "--peers", "hf,unsloth"]
+    args = bench.parser().parse_args(words)
+    assert decode.main(args) == 0
+    lines = capsys.readouterr().out.splitlines()
+    facts = json.loads(lines[-1])
+    assert asked == [(batch, new) for batch in (1, 2) for new in (1, 4, 8, 16, 24)]
+    for batch, row in zip((1, 2), facts["lorarun"], strict=True):
+        assert row["step_ms"] == pytest.approx(10) and row["tokens_s"] == pytest.approx(100 * batch)
+        assert row["first_s"] == pytest.approx(0.51) and row["whole_tokens_s"] == pytest.approx(batch * 8 / 0.58)
+        assert row["launches"] == 14 and row["launches_a_layer"] == 7
+        moved = sum(row["gb"].values())
+        assert row["gb_s"] == pytest.approx(100 * moved) and row["share"] == pytest.approx(100 * moved / 4000)
+    assert lines[2].index(f"  {8 / 0.58 / 5:.1f}x hf") == len(lines[1]) and "14 (7.0)" in lines[2]
+    assert facts["peers"] == said and facts["work"]["new"] == 8
+
+    monkeypatch.setattr(decode, "timed", lambda call, times=3: 1 / 0)
+    assert decode.main(args) == 2
+    out = capsys.readouterr().out.splitlines()
+    assert "ZeroDivisionError" in out[2] and "ZeroDivisionError" in json.loads(out[-1])["lorarun"][1]["failed"]
+    with pytest.raises(SystemExit, match="nobody"):
+        decode.main(bench.parser().parse_args(["decode", "llama-3.1-8b", "--peers", "nobody"]))
+
+
+def test_the_peers_decode_as_many_tokens(
+    scripts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """transformers with PEFT, by the script that the benchmark starts, on a checkpoint of the same weights."""
+    models, peers = scripts("bench_models"), scripts("bench_peers")
+    config = small(models, "llama-3.1-8b")
+    models.write(config, tmp_path / "model")
+    monkeypatch.setitem(models.CONFIGS, "llama-3.1-8b", config)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    clock = iter(range(100))
+    monkeypatch.setattr(peers.time, "perf_counter", lambda: next(clock))
+    settings = {"model": "llama-3.1-8b", "bits": 16, "batch": [1, 3], "prompt": [9], "new": 5}
+    settings |= {"folder": str(tmp_path / "model"), "seq": 14, "documents": None, "dropout": 0.0}
+    peers.decode("hf", settings)
+    found = json.loads([line for line in capsys.readouterr().out.splitlines() if line.startswith('{"')][-1])
+    assert found == {"1x9": 5.0, "3x9": 15.0}

@@ -180,6 +180,24 @@ def test_tokens_taken_back(tiny: Tiny, name: str) -> None:
     torch.testing.assert_close(model(ids, cache=cache), model(ids), **CLOSE)
 
 
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_second_token_is_not_taken_back(tiny: Tiny, name: str) -> None:
+    """The ring has lost what the two would have to give way to; once the first is replaced, one more goes."""
+    model, ids, other = build(tiny(name)), some_ids(1, 14), some_ids(2, 14)[1:]
+    cache = Cache(model, 1, 14)
+    model(ids[:, :12], cache=cache)
+    assert cache.rewind(0, 11) and not cache.rewind(0, 10) and cache.lengths == [11]
+    assert cache.rewind(0, 11)  # which is where it stands
+    for at in (11, 12):
+        model(other[:, at : at + 1], cache=cache)
+        assert cache.rewind(0, at)
+        logits = model(ids[:, at : at + 1], cache=cache)
+        torch.testing.assert_close(logits, model(ids[:, : at + 1])[:, at:], **CLOSE)
+    cache.clear(0)
+    model(ids[:, :3], cache=cache)
+    assert cache.rewind(0, 1)
+
+
 @pytest.mark.parametrize("name", ["llama3", "gemma3-text"])
 def test_a_padded_prompt_in_chunks(tiny: Tiny, name: str) -> None:
     model = build(tiny(name), 4 if name == "gemma3-text" else None)

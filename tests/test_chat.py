@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import toy
 from safetensors.torch import load_file, save_file
 
 from lorarun.adapter import save_adapter
+from lorarun.cache import Cache
 from lorarun.generate import generate
 from lorarun.load import load
 from lorarun.lora import add_lora
@@ -87,6 +89,80 @@ def test_a_conversation(chat: Chat, folder: Path, adapter: Path) -> None:
     out, err = chat([*lines, "", "/nonsense", "/exit", "never"], folder, "--adapter", adapter, "--max-new-tokens", 4)
     assert out.splitlines() == [first, second, off, fresh, told] and min(map(len, out.splitlines())) == 4
     assert err.count("tokens/s]") == 5 and "The adapter is off." in err and err.count("A new conversation") == 2
+
+
+def test_a_turn_computes_what_is_new(chat: Chat, folder: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that go through the model: a question and its answer, not the conversation before them, until an adapter,
+    a reset or a system message changes what stands there.  Counted, as are those that the script says per second."""
+    passes: list[int] = []
+    seconds = iter(range(1000))  # each look at the clock is a second later
+
+    def loaded(*args: object, **how: object) -> object:
+        model = load(*args, **how)  # type: ignore[arg-type]
+        model.model.embed_tokens.register_forward_pre_hook(lambda _, given: passes.append(given[0].numel()))
+        return model
+
+    def encoded(*turns: str) -> int:
+        messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+        return len(tokenizer.encode_prompt(messages))
+
+    monkeypatch.setattr("lorarun.load", loaded)
+    monkeypatch.setattr("time.perf_counter", lambda: next(seconds))
+    tokenizer = load(folder, device="cpu").tokenizer
+    lines = ["the fox", "what", "quick", "/adapter off", "quick", "/reset", "the fox", "/system answers", "the fox"]
+    out, err = chat(lines, folder, "--adapter", adapter, "--max-new-tokens", 4)
+    one, two, three, _, fresh, told = out.splitlines()
+    prompts = [encoded("the fox"), encoded("the fox", one, "what"), encoded("the fox", one, "what", two, "quick")]
+    prompts += [encoded("the fox", one, "what", two, "quick", three, "quick"), encoded("the fox")]
+    prompts += [encoded("answers\n\nthe fox")]
+    first = passes[::4]
+    assert passes == [part for count in first for part in (count, 1, 1, 1)] and len(first) == 6
+    assert first[0] == prompts[0] and first[3] == prompts[3]
+    for turn in (1, 2):  # what the last answer was computed from is held, but for its last token
+        assert prompts[turn] - prompts[turn - 1] - 4 <= first[turn] <= prompts[turn] - prompts[turn - 1]
+    assert first[4] == 1  # the same question as the first of what is held
+    assert 1 < first[5] < prompts[5]  # the template begins alike
+    assert err.count("[4 tokens, 4.0 tokens/s]") == 6
+
+
+def test_an_answer_that_is_stopped(chat: Chat, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C after two letters: they are the answer, and the conversation goes on from them."""
+    flushed: list[str] = []
+    say = print
+
+    def stops(*args: object, **how: object) -> None:
+        say(*args, **how)  # type: ignore[call-overload]
+        if how.get("end") == "":
+            flushed.extend(map(str, args))
+            if len(flushed) == 2:
+                raise KeyboardInterrupt
+
+    model = load(folder, device="cpu")
+    monkeypatch.setattr("builtins.print", stops)
+    out, err = chat(["the fox", "what"], folder, "--max-new-tokens", 5)
+    monkeypatch.undo()
+    turns = [{"role": "user", "content": "the fox"}]
+    whole = generate(model, turns, max_new_tokens=5)
+    turns += [{"role": "assistant", "content": whole[:2]}, {"role": "user", "content": "what"}]
+    assert out.splitlines() == [whole[:2], generate(model, turns, max_new_tokens=5)]
+    assert "[2 tokens," in err and "tokens/s, stopped]" in err and "[5 tokens," in err
+
+
+def test_a_longer_conversation_gets_a_larger_cache(chat: Chat, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as large as is asked for, up to what the model is made for, and more only where that is asked for."""
+    made: list[int] = []
+
+    class Watched(Cache):
+        def __init__(self, model: Any, batch: int, capacity: int) -> None:
+            made.append(capacity)
+            super().__init__(model, batch, capacity)
+
+    monkeypatch.setattr("lorarun.cache.Cache", Watched)
+    main = runpy.run_path(str(SCRIPT))["main"]
+    monkeypatch.setitem(main.__globals__, "ROOM", 10)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the fox\n" * 5))
+    main([str(folder), "--max-new-tokens", "6"])
+    assert 1 < len(made) < 5 and all(one < two for one, two in zip(made, made[1:], strict=False))
 
 
 def test_questions_end_with_the_pipe(chat: Chat, folder: Path) -> None:

@@ -23,6 +23,7 @@ import transformers
 from test_cache import build
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.generation import logits_process as theirs
 
 from lorarun.answer import Text
@@ -307,6 +308,109 @@ def test_kept_rows_end_at_different_steps(tiny: Tiny) -> None:
     assert generate(model, longer, max_new_tokens=9, stop=[], cache=cache) == expected
 
 
+@pytest.mark.parametrize("name", ["llama3", "gemma3-text"])
+def test_kept_rows_go_on_one_token_earlier(tiny: Tiny, name: str) -> None:
+    """A row that ended a step before the other has run a token too many; its next prompt leaves another one out."""
+    model, prompts = build(tiny(name)), [some_ids(12), some_ids(15)]
+    how: dict[str, Any] = dict(max_new_tokens=8, temperature=1.0, seed=0)
+    drawn = generate(model, prompts, stop=[], **how)
+    cache = Cache(model, 2, 40)
+    answers = generate(model, prompts, stop=[drawn[0][2], drawn[1][3]], cache=cache, **how)
+    assert [len(answer) for answer in answers] == [3, 4]
+    again = [prompt + answer[:-1] for prompt, answer in zip(prompts, answers, strict=True)]
+    expected = generate(model, again, max_new_tokens=8, stop=[], logprobs=True)
+    found = generate(model, again, max_new_tokens=8, stop=[], logprobs=True, cache=cache)
+    for one, other in zip(found, expected, strict=True):
+        assert one.ids == other.ids and one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_a_kept_cache_belongs_to_an_adapter(tiny: Tiny) -> None:
+    model: Any = build.__wrapped__(tiny("llama3"))
+    for i, each in enumerate("ab"):
+        add_lora(model, r=4, name=each, seed=i)
+        for key, parameter in model.named_parameters():
+            if f"lora_B.{each}" in key:
+                nn.init.normal_(parameter, std=0.5, generator=torch.Generator().manual_seed(i + len(key)))
+    how: dict[str, Any] = dict(max_new_tokens=6, stop=[])
+    cache, prompt, answers = Cache(model, 1, 40), some_ids(20), []
+    for active in ("a", None, "b"):
+        use_adapter(model, active)
+        answers.append(generate(model, prompt, cache=cache, **how))
+        assert answers[-1] == generate(model, prompt, **how)
+    for active in ("a", "b"):
+        answers.append(generate(model, [prompt], adapters=[active], cache=cache, **how)[0])
+    assert answers[3:] == [answers[0], answers[2]] and answers[0] != answers[1] != answers[2]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize("name", ["llama3", "gemma3-text"])
+def test_a_kept_cache_survives_what_fails(tiny: Tiny, name: str, error: type[BaseException]) -> None:
+    """In the prompt and in a step, in the middle of the layers: what half is written there is not used again."""
+    model = build.__wrapped__(tiny(name))
+    before, prompt = state(model), some_ids(14)
+    longer = prompt + some_ids(9)
+    expected = generate(model, longer, max_new_tokens=9, stop=[])
+    for passes in (1, 4):
+        cache = Cache(model, 1, 40)
+        generate(model, prompt, max_new_tokens=3, stop=[], cache=cache)
+        calls = []
+
+        def fails(*_: Any, passes: int = passes, calls: list[int] = calls) -> None:
+            calls.append(1)
+            if len(calls) == passes:
+                raise error("no more")
+
+        hook = model.model.layers[3].register_forward_pre_hook(fails)
+        with pytest.raises(error):
+            generate(model, prompt + some_ids(5), max_new_tokens=9, stop=[], cache=cache)
+        hook.remove()
+        assert same(state(model), before)
+        assert generate(model, longer, max_new_tokens=9, stop=[], cache=cache) == expected
+
+
+def test_a_ring_that_was_half_written_is_not_used(tiny: Tiny) -> None:
+    """The ninth token has taken the first one's place in some layers, and the host has not counted it."""
+    model, prompt = build.__wrapped__(tiny("gemma3-text")), some_ids(4)
+    longer, cache, calls = prompt + some_ids(3), Cache(model, 1, 40), []
+    generate(model, prompt, max_new_tokens=1, stop=[], cache=cache)
+
+    def fails(*_: Any) -> None:
+        calls.append(1)
+        if cache.lengths == [8]:
+            raise KeyboardInterrupt
+
+    hook = model.model.layers[3].register_forward_pre_hook(fails)
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, prompt, max_new_tokens=9, stop=[], cache=cache)
+    hook.remove()
+    how: dict[str, Any] = dict(max_new_tokens=2, stop=[], logprobs=True)
+    found, expected = generate(model, longer, cache=cache, **how), generate(model, longer, **how)
+    assert len(calls) == 6 and found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+def test_a_cache_that_holds_just_what_is_needed(tiny: Tiny) -> None:
+    """The last token is chosen and never looked up; prompts of one token; rows of other lengths."""
+    model, prompts = build(tiny("gemma3-text")), [some_ids(1), some_ids(9)]
+    expected = generate(model, prompts, max_new_tokens=7, stop=[])
+    assert expected == [generate(model, prompt, max_new_tokens=7, stop=[]) for prompt in prompts]
+    assert generate(model, prompts, max_new_tokens=7, stop=[], cache=Cache(model, 2, 15)) == expected
+    assert generate(model, prompts[:1], max_new_tokens=1, cache=Cache(model, 1, 1), stop=[]) == [expected[0][:1]]
+    with pytest.raises(ValueError, match="holds 14 tokens a row; prompt and answer take 15"):
+        generate(model, prompts, max_new_tokens=7, stop=[], cache=Cache(model, 2, 14))
+
+
+def test_kept_rows_whose_rotation_depends_on_their_length(tiny: Tiny) -> None:
+    """Alone they are what they are without a cache; together they would need a rotation each."""
+    model, prompts = build(tiny("llama-dynamic")), [some_ids(4), some_ids(9)]
+    for prompt in prompts:
+        expected = generate(model, prompt, max_new_tokens=12, stop=[])
+        assert generate(model, prompt, max_new_tokens=12, stop=[], cache=Cache(model, 1, 30)) == expected
+    with pytest.raises(ValueError, match="beyond 16 tokens .* rows go alone"):
+        generate(model, prompts, max_new_tokens=12, stop=[], cache=Cache(model, 2, 30))
+    short = generate(model, prompts, max_new_tokens=7, stop=[])
+    assert generate(model, prompts, max_new_tokens=7, stop=[], cache=Cache(model, 2, 30)) == short
+
+
 def test_a_pad_is_no_token_that_was_seen() -> None:
     """Every id is tried: whichever fills the place of a pad, the penalty must not find it there."""
     for favourite in range(40):
@@ -529,6 +633,10 @@ def test_a_list_replaces_the_end_ids(tokenizer: Tokenizer) -> None:
     assert run(["</s>"]) == [10, 4, 11, 2]
 
 
+def test_an_end_id_in_the_prompt_ends_nothing() -> None:
+    assert generate(Scripted([5, 7, 6]), [7, 3, 7], max_new_tokens=3, stop=[7]) == [5, 7]
+
+
 def test_rows_end_together_only_when_all_have_ended() -> None:
     model = Scripted([7], [5, 5, 7], [5, 7])
     assert generate(model, [[1], [2], [3]], max_new_tokens=50, stop=[7]) == [[7], [5, 5, 7], [5, 7]]
@@ -568,6 +676,39 @@ def test_a_text_cut_short_shows_what_it_has(tokenizer: Tokenizer) -> None:
     assert answer == "ab##" == "".join(pieces)
     half = tokenizer.encode("é", bos=False)[:1]
     assert generate(Scripted(half, tokenizer=tokenizer), "x", max_new_tokens=1) == "\ufffd"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+@pytest.mark.parametrize(
+    "raw",
+    [b"a\x80b", b"\xf0\x9f", b"\xf0\x9fa\xc3\xa9", b"\xc3\xc3\xa9", b"\xc0\xaf\xffz", b"\xed\xa0\x80."],
+    ids=bytes.hex,
+)
+def test_bytes_that_are_no_text(tmp_path: Path, kind: str, raw: bytes) -> None:
+    """Stray, cut and overlong sequences, alone and between letters: streamed, they are what all ids decode to."""
+    tokenizer = Tokenizer.load(toy.make(tmp_path, kind=kind))
+    assert tokenizer is not None
+    vocab = tokenizer._core.get_vocab()
+    names = [
+        bytes_to_unicode()[byte] if kind == "bytes" else chr(byte) if byte < 128 else f"<0x{byte:02X}>" for byte in raw
+    ]
+    ids = [vocab[name] for name in names]
+    pieces: list[str] = []
+    answer = generate(Scripted(ids + [2], tokenizer=tokenizer, vocab=400), "x", stream=pieces.append)
+    assert "".join(pieces) == answer == tokenizer.decode([*tokenizer.encode("x")[-4:], *ids])[1:]
+    assert "\ufffd" in answer
+
+
+def test_several_answers_cut_by_texts_over_tokens(tokenizer: Tokenizer) -> None:
+    """Each is cut by itself, wherever its tokens end: the same text in letters and in longer tokens, behind one."""
+    first = tokenizer.encode(":", bos=False)
+    letters = first + [i for letter in "fox ### Q" for i in tokenizer.encode(letter, bos=False)]
+    words, clean = (first + tokenizer.encode(text, bos=False) for text in ("fox ### Q", "the fox"))
+    model = Scripted(letters + [2], words + [2], clean + [2], tokenizer=tokenizer)
+    answers = generate(model, "x", n=3, temperature=1e-4, stop=["## Q", 2], logprobs=True)
+    assert [answer.answer for answer in answers] == [":fox #", ":fox #", ":the fox"]
+    assert [answer.ids for answer in answers] == [letters, words, clean + [2]]
+    assert [len(answer.logprobs) for answer in answers] == [len(answer.ids) for answer in answers]
 
 
 def test_stream_true_prints(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -339,6 +339,21 @@ def test_gemma_beyond_the_range_of_float16(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("width", KINDS)
+def test_inputs_of_any_rank(width):
+    """One vector, no rows at all, several batches: as torch's own linear takes them, with gradients or without."""
+    linear = Linear(64, 48, bias=False)
+    dense = weight(48, 64)
+    del linear.weight
+    linear.weight = KINDS[width].from_dense(dense)
+    for shape in ((64,), (0, 64), (2, 3, 64)):
+        x = weight(1, 384).flatten()[: torch.Size(shape).numel()].view(shape)
+        expected = torch.nn.functional.linear(x, linear.weight.dequantize(torch.float32))
+        torch.testing.assert_close(linear(x), expected)
+        with torch.no_grad():
+            torch.testing.assert_close(linear(x), expected)
+
+
+@pytest.mark.parametrize("width", KINDS)
 def test_products_run_in_the_dtype_of_the_input_or_of_autocast(width):
     store = KINDS[width].from_dense(weight(96, 64))
     linear, dense = Linear(64, 96, bias=True), Linear(64, 96, bias=True)

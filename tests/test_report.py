@@ -4,7 +4,11 @@ import pytest
 import torch
 
 import lorarun
+from lorarun import decode
+from lorarun.answer import Row
+from lorarun.cache import Cache
 from lorarun.kernels.backend import reference
+from lorarun.sampling import Sampling
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -83,6 +87,31 @@ def test_operations_on_a_cpu_name_the_reason(tiny):
     facts = lorarun.report(lorarun.load(tiny("gemma3-text"))).to_dict()["operations"]
     assert "no Triton here" in facts["projections"] and "no Triton here" in facts["norm, rotary, gate"]
     assert {"attention, full", "attention, window 8"} <= facts.keys()
+    assert facts["decoding"].startswith("steps one by one (graphs are captured on CUDA devices, not on cpu)")
+    assert facts["decoding"].endswith("attention: torch")
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_decoding_is_what_a_decoder_does(tiny, monkeypatch):
+    """Where graphs are captured, what Python would do in a step is found and named, by report and decoder alike."""
+    monkeypatch.setattr(decode, "capturable", lambda model: None)
+    model = lorarun.load(tiny("llama3"), bits=4, device="cpu")
+
+    def said():
+        found = decode.Decoder(model, [Row([5], 0)], Cache(model, 1, 20), 12, Sampling()).obstacle
+        text = lorarun.report(model).to_dict()["operations"]["decoding"]
+        assert text.startswith("steps replayed as a CUDA graph;" if found is None else f"steps one by one ({found});")
+        return found, text
+
+    found, text = said()
+    assert found is None and text.endswith("up to 64 rows from codes: 0 of 16 stored groups")
+    hook = model.model.layers[1].register_forward_hook(lambda *args: None)
+    assert "hooks" in said()[0]
+    hook.remove()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert said()[0] == "autocast is on"
+    model = lorarun.load(tiny("llama-dynamic"), device="cpu")
+    assert "dynamic" in said()[0]
 
 
 @pytest.mark.gpu
@@ -95,5 +124,9 @@ def test_operations_on_a_gpu_follow_hooks_and_the_forced_reference(tiny, device)
     model.model.layers[2].self_attn.k_proj.register_forward_hook(lambda *args: None)
     facts = lorarun.report(model).to_dict()["operations"]
     assert facts["projections"].startswith("15 of 16 groups") and "hook" in facts["projections"]
+    assert facts["decoding"].startswith("steps one by one (a Linear has hooks")
+    facts = lorarun.report(lorarun.load(tiny("llama3"), bits=8, device=device, dtype=torch.bfloat16)).to_dict()
+    expected = "steps replayed as a CUDA graph; attention: Triton; up to 64 rows from codes: 16 of 16 stored groups"
+    assert facts["operations"]["decoding"] == expected
     with reference():
         assert "it was asked for" in lorarun.report(model).to_dict()["operations"]["projections"]

@@ -19,7 +19,7 @@ from lorarun.kernels.backend import INTERPRETED, runs_triton, tl, triton
 
 BUSY = 528  # programs that a GPU wants at the least: four on each multiprocessor of an H200
 SPLITS = 64  # parts of a row at the most
-BLOCK, WARPS, STAGES = 64, 4, 3  # slots of a tile
+BLOCK, WARPS, STAGES = 64, 4, 3  # slots of a tile, half as many for heads wider than 128
 
 
 class Step(NamedTuple):
@@ -143,20 +143,21 @@ def _join(
 def _launch(q: Tensor, k: Tensor, v: Tensor, step: Step, softcap: float | None, scale: float) -> Tensor:
     batch, _, heads, dim = q.shape
     kv_heads = k.shape[2]
-    wanted = min(SPLITS, max(1, BUSY // (batch * kv_heads)), triton.cdiv(step.longest, BLOCK))
-    chunk = triton.cdiv(triton.cdiv(step.longest, wanted), BLOCK) * BLOCK
+    block_d = triton.next_power_of_2(dim)
+    block = BLOCK if block_d <= 128 else BLOCK // 2
+    wanted = min(SPLITS, max(1, BUSY // (batch * kv_heads)), triton.cdiv(step.longest, block))
+    chunk = triton.cdiv(triton.cdiv(step.longest, wanted), block) * block
     splits = triton.cdiv(step.longest, chunk)
     out = torch.empty((batch, 1, heads, dim), dtype=q.dtype, device=q.device)
     parts, lse = out, None
     if splits > 1:
         parts = torch.empty((batch, heads, splits, dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((batch, heads, splits), dtype=torch.float32, device=q.device)
-    block_d = triton.next_power_of_2(dim)
     _attend[(splits, batch * kv_heads)](
         q, k, v, step.keys, step.values, step.slot, step.filled, parts, lse, q.stride(0), q.stride(2), k.stride(0),
         k.stride(2), v.stride(0), v.stride(2), *step.keys.stride()[:3], kv_heads, heads // kv_heads, dim, chunk,
         softcap, scale, SPLIT=splits > 1, GROUP=max(16, triton.next_power_of_2(heads // kv_heads)), BLOCK_D=block_d,
-        BLOCK_N=BLOCK, STAGES=STAGES, num_warps=WARPS, num_stages=STAGES,
+        BLOCK_N=block, STAGES=STAGES, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     if splits > 1:
         _join[(batch * heads,)](
@@ -166,7 +167,13 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, step: Step, softcap: float | None, 
     return out
 
 
-# --- public function -------------------------------------------------------------------------------------------------
+# --- public functions ------------------------------------------------------------------------------------------------
+
+
+def serves(q: Tensor) -> bool:
+    """Whether the kernels take queries [..., head_dim] like these; the reference serves the others."""
+    exact = (torch.bfloat16, torch.float16, torch.float32) if INTERPRETED else (torch.bfloat16, torch.float16)
+    return runs_triton(q) and q.dtype in exact and q.shape[-1] <= 256
 
 
 def decode_attention(
@@ -178,8 +185,7 @@ def decode_attention(
     """
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     softcap = None if softcap is None else float(softcap)
-    exact = (torch.bfloat16, torch.float16, torch.float32) if INTERPRETED else (torch.bfloat16, torch.float16)
     alike = q.dtype == k.dtype == v.dtype == step.keys.dtype and max(x.stride(-1) for x in (q, k, v)) == 1
-    if runs_triton(q) and q.dtype in exact and alike and q.shape[-1] <= 256:
+    if serves(q) and alike:
         return _launch(q, k, v, step, softcap, scale)
     return decode_attention_reference(q, k, v, step, softcap, scale)

@@ -16,7 +16,9 @@ The warps of a program share its rows of W and divide the columns among them, in
 alone: the same bits every time, and for a row whatever stands beside it in a tile of rows.
 
 A's rows are programs of the same launch, the first ones.  The others wait for what these have written before they add
-B's part, long after it is there.
+B's part, long after it is there.  First are those that begin first: each program takes the next number when it begins.
+A program's place in the grid would not do, since nothing promises that a GPU begins low places before high ones; where
+it does not, those that wait could fill it, and what they wait for would never begin.
 """
 
 from __future__ import annotations
@@ -292,8 +294,12 @@ def _few(
     M: tl.constexpr, BLOCK_N: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A row of A, or BLOCK_N rows of a weight; with ACT the same rows of two weights."""
-    pid = tl.program_id(0)
+    """A row of A, or BLOCK_N rows of a weight; with ACT the same rows of two weights.  With adapters the numbers of the
+    programs are in the order in which they begin, so that nobody waits for one that has not."""
+    if WIDTH > 0:
+        pid = tl.atomic_add(p_flag + 1, 1, sem="relaxed", scope="gpu")
+    else:
+        pid = tl.program_id(0)
     dtype: tl.constexpr = p_x.dtype.element_ty
     stride_u: tl.constexpr = COUNT * WIDTH
     if WIDTH > 0 and pid < downs:
@@ -422,7 +428,7 @@ def _launch(
     y = torch.empty((rows, wide), dtype=x.dtype, device=x.device)
     hidden = torch.empty((rows, len(weights) * width), dtype=torch.float32, device=x.device) if width else y
     if width and flag is None:
-        flag = torch.zeros(1, dtype=torch.int32, device=x.device)
+        flag = torch.zeros(2, dtype=torch.int32, device=x.device)
     present = next((branch for branch in branches if branch.rank), Branch(0))
     arguments: list[Any] = []
     for i in range(3):
@@ -465,7 +471,7 @@ def few_rows(
     """x [rows, in] with up to three weights side by side → [rows, Σ out], or with ``act`` act(first) · second.
 
     biases [out] or None and branches as in :class:`lorarun.kernels.lora.Branch` for each weight; residual [rows, Σ out]
-    is added at the end.  Not differentiable.  flag: int32 [1], zero, which no other launch uses; made where it is None.
+    is added at the end.  Not differentiable.  flag: int32 [2], zeros, which no other launch uses; made if None.
     Bytes moved: codes and scales once, A and B once.
     """
     if serves(x, weights, biases, branches):

@@ -94,3 +94,13 @@ def test_any_number_of_parts(device: Any, busy: int, monkeypatch: pytest.MonkeyP
 def test_real_shapes(device: Any, dim: int, batch: int) -> None:
     check((batch, 32, 8, dim, 4224), device, torch.bfloat16, None)
     check((batch, 8, 4, dim, 1024), device, torch.bfloat16, 50.0, full=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [1, 2, 63, 65, 4097])
+@pytest.mark.parametrize("heads, kv", [(1, 1), (28, 4), (14, 2), (4, 1), (40, 8)])
+def test_odd_sizes(device: Any, heads: int, kv: int, slots: int) -> None:
+    """Heads of a group that fill no tile, slots that fill no part."""
+    for batch in (1, 5):
+        check((batch, heads, kv, 128, slots), device, torch.bfloat16, None)
+        check((batch, heads, kv, 80, slots), device, torch.bfloat16, None, full=True)

@@ -7,13 +7,15 @@ and 1e-4 in fp32.
 
 from __future__ import annotations
 
+import importlib
+import signal
 from typing import Any
 
 import pytest
 import torch
 from kernels.checks import poison
 
-from lorarun.kernels.backend import reference
+from lorarun.kernels.backend import INTERPRETED, reference
 from lorarun.kernels.few_rows import Stored, dequantized, few_rows, serves
 from lorarun.kernels.fp8 import FP8, fp8_quantize
 from lorarun.kernels.gated import ACTIVATIONS
@@ -112,12 +114,72 @@ def test_half_precision(device: Any, dtype: torch.dtype) -> None:
     check(device, 2, 256, [48, 16], "fp8", [4, 4], dtype=dtype)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU cannot be told where to begin")
+def test_programs_may_begin_in_any_order(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Last to first, one at a time: nobody waits for one that has not begun."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    builder, total = interpreter.interpreter_builder, []
+    begin, limits = builder.set_grid_idx, builder.set_grid_dim
+
+    def note(x: int, y: int, z: int) -> None:
+        total[:] = [x]
+        limits(x, y, z)
+
+    def stuck(*_: Any) -> None:
+        raise TimeoutError("programs wait for each other")
+
+    monkeypatch.setattr(builder, "set_grid_dim", note)
+    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: begin(total[0] - 1 - x, y, z))
+    before = signal.signal(signal.SIGALRM, stuck)
+    signal.alarm(120)
+    try:
+        check(device, 2, 128, [48, 16], "nf4", [4, 2])
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 8, 16, 64])
 def test_real_shapes(device: Any, rows: int) -> None:
     check(device, rows, 4096, [4096, 1024, 1024], "nf4", [16, 16, 16], dtype=torch.bfloat16)
     check(device, rows, 14336, [4096], "nf4", [16], residual=True, dtype=torch.bfloat16)
     check(device, rows, 2560, [10240, 10240], "fp8", [16, 16], act="gelu_pytorch_tanh", dtype=torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 3, 9, 33, 63])
+@pytest.mark.parametrize("kind", ["nf4", "nf4-single", "nf4-128", "fp8", "fp8-blocks"])
+def test_odd_sizes(device: Any, rows: int, kind: str) -> None:
+    """Rows that fill no tile, weights whose last rows fill none, columns that fill no round of the loop."""
+    how: Any = dict(kind=kind, dtype=torch.bfloat16)
+    check(device, rows, 1152, [1024, 256, 256], ranks=[16, 0, 5], **how)  # gemma3 1B
+    check(device, rows, 896, [4864, 4864], ranks=[8, 8], act="silu", bias=True, **how)  # qwen2.5 0.5B
+    check(device, rows, 6912, [1152], ranks=[64], residual=True, **how)
+    check(device, rows, 640, [1007, 13], ranks=[0, 0], bias=True, **how)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["nf4", "fp8"])
+def test_the_same_launch_again_and_again(device: Any, kind: str) -> None:
+    """More programs than a GPU holds, two thousand times, on two streams at once: none waits for ever, all agree, and
+    a row's bits do not depend on what stands beside it."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 1024, generator=generator).to(device, torch.bfloat16)
+    weights = [stored(n, 1024, device, kind, i) for i, n in enumerate((14336, 14336))]
+    branches = [branch(14336, 1024, 64, device, i) for i in range(2)]
+    first = few_rows(x, weights, [None] * 2, branches, None, "silu")
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    others = torch.zeros_like(wrong)
+    for i in range(1000):
+        wrong += (few_rows(x, weights, [None] * 2, branches, None, "silu") != first).sum()
+        with torch.cuda.stream(beside):
+            rows = 1 + i % 8
+            others += (few_rows(x[:rows], weights, [None] * 2, branches, None, "silu") != first[:rows]).sum()
+    torch.cuda.synchronize()
+    assert int(wrong) == int(others) == 0
 
 
 def test_what_others_serve(device: Any) -> None:
