@@ -215,8 +215,7 @@ def _inner(model: Model, tokens: int) -> Tensor:
 def _loss(model: Model, tokens: int) -> Tensor:
     """As :func:`lorarun.loss` computes it, with the same tensors alive."""
     goal, rows = (torch.empty(tokens, dtype=torch.int64, device="meta") for _ in range(2))
-    hidden = _inner(model, tokens)
-    picked = hidden.flatten(0, 1).index_select(0, rows)
+    picked = _inner(model, tokens).flatten(0, 1).index_select(0, rows)
     return head_losses(model, picked, goal).sum() / tokens
 
 
