@@ -373,13 +373,12 @@ def project(x: Tensor, *linears: Linear, name: str = "") -> tuple[Tensor, ...]:
     shift = None if scale is None else columns([each[1] for each in after], sizes, 0.0)
     ys = _Project.apply(Frozen(linears), branches, drop, name, _rows(x), scale, shift, *_factors(branches))
     ys = tuple(y.unflatten(0, x.shape[:-1]) for y in ys)
-    pairs = zip(ys, after, strict=True)
-    return tuple(y if bias is None or scale is not None else y + bias.to(y.dtype) for y, (_, bias) in pairs)
+    shifts = [None if scale is not None else bias for _, bias in after]
+    return tuple(y if bias is None else y + bias.to(y.dtype) for y, bias in zip(ys, shifts, strict=True))
 
 
 def gated_mlp(h: Tensor, gate: Linear, up: Linear, down: Linear, act: str, residual: Tensor | None = None) -> Tensor:
-    """down(act(gate(h)) · up(h)), plus ``residual`` where the call closes a block.  h, residual [batch, seq,
-    hidden]."""
+    """down(act(gate(h)) · up(h)), plus ``residual`` where this closes a block.  h, residual [batch, seq, hidden]."""
     opened, closed = _fused(h, (gate, up)), _fused(h, (down,))
     if opened is None or closed is None or any(linear.running().after for linear in (gate, up, down)):
         raw_gate, raw_up = project(h, gate, up)

@@ -439,6 +439,27 @@ def test_decoding_with_dora_sees_what_was_edited_in_between(tiny: Tiny) -> None:
     assert first != second
 
 
+def test_rows_of_a_batch_with_adapters_of_their_own(tiny: Tiny) -> None:
+    model = load(tiny("qwen2"), dtype=torch.float32)
+    kinds: dict[str, dict[str, Any]] = {
+        "dora": {"dora": True}, "bias": {"bias": True}, "own": {"bias": "all", "dora": True}, "pissa": {"init": "pissa"}
+    }  # fmt: skip
+    for name, options in kinds.items():
+        add_lora(model, r=4, name=name, seed=len(name), **options)
+        fill(model)
+    prompts, names = [[5, 6, 7], [8, 9], [5, 6, 7], [3, 4, 5, 6], [5, 6, 7]], [*kinds, None]
+    expected = []
+    for name, prompt in zip(names, prompts, strict=True):
+        use_adapter(model, name)
+        expected.append(generate(model, prompt, max_new_tokens=8, stop=[]))
+    assert expected[0] != expected[2]
+    use_adapter(model, "dora")  # which has no say
+    assert generate(model, prompts, max_new_tokens=8, stop=[], adapters=names) == expected
+    add_lora(model, name="norms", modules_to_save=["norm"], targets=["q_proj"])
+    with pytest.raises(ValueError, match="'norms' has copies of modules or parts of the tables"):
+        generate(model, prompts, max_new_tokens=8, stop=[], adapters=names)
+
+
 def test_a_frozen_a(tiny: Tiny) -> None:
     model = adapted(tiny("llama3"), freeze_a=True)
     assert (

@@ -7,7 +7,7 @@ import torch
 from kernels.checks import close, narrow, poison
 
 from lorarun.kernels.backend import reference
-from lorarun.linear import Adapter, Clock, Linear
+from lorarun.linear import Adapter, Clock, Linear, few_projected
 from lorarun.project import gated_mlp, obstacle, project
 from lorarun.quant.store import NF4Store
 
@@ -154,6 +154,24 @@ def test_gated_mlp_with_options(device, options, dropout, stored, half):
     h, residual = torch.randn(2, 35, 64).to(device, dtype), torch.randn(2, 35, 64).to(device, dtype)
     call = lambda ls, h, r: gated_mlp(h, *ls, "silu", residual=r)  # noqa: E731
     compare(call, [gate, up, down], [h, residual], 32 if half else 128)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("options", [(), ("dora", "own bias"), ("b_bias",), ("start",)])
+def test_few_rows_with_options(device, options):
+    """Without gradients, stored weights are multiplied where they lie; biases and DoRA come after."""
+    torch.manual_seed(0)
+    dtype = narrow(device)
+    linears = [linear(device, dtype, 64, n, 4, True, stored=True, options=options) for n in (96, 32)]
+    x = torch.randn(1, 3, 64).to(device, dtype)
+    exact = [copy.deepcopy(m).double() for m in linears]
+    with torch.no_grad():
+        assert few_projected(x[0], linears, [m.running().branch for m in linears]) is not None
+        got = [*project(x, *linears), linears[0](x)]
+        with reference():
+            expected = [*project(x.double(), *exact), exact[0](x.double())]
+    for i, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
+        close(ours, theirs, f"result {i}", 16)
 
 
 @pytest.mark.kernel
