@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from lorarun import distributed
 from lorarun.adapter import save_adapter
 from lorarun.data import Batch, Batches, Streamed
@@ -112,6 +114,8 @@ def train(
         except KeyboardInterrupt:
             interrupted = True
             progress.note("interrupted: saving the adapter as it is")
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(_out_of_memory(model, plan, run, error)) from error
         finally:
             model.train(training)
             optimizer.clear()
@@ -122,6 +126,22 @@ def train(
     if not interrupted:
         distributed.gathered(None)  # nobody returns before the adapter is there
     return _result(plan, run, progress, interrupted)
+
+
+def _out_of_memory(model: Model, plan: Plan, run: Run, error: BaseException) -> str:
+    """What a step that did not fit says: where it was, what is kept, what would help."""
+    planned = getattr(model, "planned", None)
+    expected = (
+        f"{planned.reserved / 2**30:.2f} GiB were planned for {planned.tokens:,} tokens" if planned else "no plan"
+    )
+    saved = f"the adapter of {run.taken} steps is in {plan.out / 'adapter'}" if run.taken else "no step was taken"
+    if plan.save_every and run.step >= plan.save_every:
+        saved += ", and resume=True goes on from the last checkpoint"
+    return (
+        f"fit: out of memory in step {run.step + 1} ({str(error).splitlines()[0]}{expected}); {saved}. A smaller "
+        "max_tokens needs less; so does lorarun.plan(model, max_tokens, budget=BYTES), called before, which then "
+        "computes more again. Is another program on this device?"
+    )
 
 
 def _go_on(

@@ -403,6 +403,25 @@ def test_ctrl_c_saves_what_is_trained(model, tmp_path, capsys):
     assert any(p.any() for name, p in parameters.items() if ".lora_B." in name)
 
 
+def test_out_of_memory_says_what_is_kept_and_what_would_help(model, tmp_path):
+    """The third step's allocation fails; the run goes on from its checkpoint once there is room again."""
+
+    def full(out):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+    on_forward(model, 3, full)
+    how = dict(steps=4, lr=1e-2, max_tokens=150, warmup=0, save_every=1)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        lorarun.fit(model, ROWS, tmp_path / "out", **how)
+    said = str(caught.value)
+    assert said.startswith("fit: out of memory in step 3 (CUDA out of memory. Tried to allocate 2.00 GiB.)")
+    assert f"the adapter of 2 steps is in {tmp_path / 'out' / 'adapter'}" in said and "resume=True" in said
+    saved = load(tmp_path / "base", adapter=tmp_path / "out" / "adapter")
+    parameters = {name: p for name, p in saved.named_parameters() if ".lora_" in name}
+    assert all(torch.equal(parameters[name], tensor) for name, tensor in trained(model).items())
+    assert lorarun.fit(model, ROWS, tmp_path / "out", resume=True, **how).steps == 4
+
+
 def test_a_step_that_is_not_finite_changes_nothing(model, tmp_path, capsys):
     seen, calls = [], []
 
