@@ -130,10 +130,8 @@ def train(
 
 def _out_of_memory(model: Model, plan: Plan, run: Run, error: BaseException) -> str:
     """What a step that did not fit says: where it was, what is kept, what would help."""
-    planned = getattr(model, "planned", None)
-    expected = (
-        f"{planned.reserved / 2**30:.2f} GiB were planned for {planned.tokens:,} tokens" if planned else "no plan"
-    )
+    made = model.planned
+    expected = f" {made.reserved / 2**30:.2f} GiB were planned for {made.tokens:,} tokens." if made else ""
     saved = f"the adapter of {run.taken} steps is in {plan.out / 'adapter'}" if run.taken else "no step was taken"
     if plan.save_every and run.step >= plan.save_every:
         saved += ", and resume=True goes on from the last checkpoint"
