@@ -62,8 +62,10 @@ def exact(x: Any, weights: Any, biases: Any, branches: Any, residual: Any, act: 
 
 def check(
     device: Any, rows: int, cols: int, sizes: list[int], kind: str, ranks: list[int], bias: bool = False,
-    residual: bool = False, act: str | None = None, dtype: torch.dtype = torch.float32,
+    residual: bool = False, act: str | None = None, dtype: torch.dtype | None = None,
 ) -> None:  # fmt: skip
+    """dtype: by default fp32 under the interpreter and bf16 on a GPU, where the kernels take 16 bits alone."""
+    dtype = dtype or (torch.float32 if INTERPRETED else torch.bfloat16)
     generator = torch.Generator().manual_seed(rows)
     padded = torch.randn(rows, cols + 8, generator=generator).to(device, dtype)
     x = padded[:, :cols]
