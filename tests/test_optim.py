@@ -255,7 +255,11 @@ def test_a_restored_optimizer_goes_on_bit_by_bit(kind, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["adamw8bit", "paged_adamw", "paged_adamw8bit"])
 def test_storages_on_a_gpu(device, kind):
-    """Near the steps of torch's AdamW: moments in 8 bits are rounded to about a hundredth, in fp32 not at all."""
+    """Near the steps of torch's AdamW: moments in 8 bits are rounded to about a hundredth, in fp32 not at all.
+
+    bitsandbytes' kernels are compiled with fast math, whose 0.999 ** step has an absolute error of 4e-7 (2⁻²² of the
+    logarithm and 2⁻²² of the power).  Divided by 1 − 0.999 and under a root, that is up to 2e-4 of a step.
+    """
     torch.manual_seed(0)
     start, gradients = torch.randn(128, 128), [torch.randn(128, 128) for _ in range(6)]
     exact, ours = (torch.nn.Parameter(start.to(device)) for _ in range(2))
@@ -270,4 +274,4 @@ def test_storages_on_a_gpu(device, kind):
             other = again
     moved, expected = (p.detach() - start.to(device) for p in (ours, exact))
     error = ((moved - expected).norm() / expected.norm()).item()
-    assert error < (0.05 if "8bit" in kind else 1e-5)
+    assert error < (0.05 if "8bit" in kind else 2e-4)

@@ -171,10 +171,10 @@ def test_the_same_launch_again_and_again(device: Any, kind: str) -> None:
     weights = [stored(n, 1024, device, kind, i) for i, n in enumerate((14336, 14336))]
     branches = [branch(14336, 1024, 64, device, i) for i in range(2)]
     first = few_rows(x, weights, [None] * 2, branches, None, "silu")
-    beside = torch.cuda.Stream()
-    beside.wait_stream(torch.cuda.current_stream())
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     others = torch.zeros_like(wrong)
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
     for i in range(1000):
         wrong += (few_rows(x, weights, [None] * 2, branches, None, "silu") != first).sum()
         with torch.cuda.stream(beside):
