@@ -203,6 +203,11 @@ def check_new(model: Model, name: str, call: str) -> None:
         raise ValueError(f"{call}: name is {name!r}; expected a name without dots that no torch module has itself.")
     if name in model.adapters:
         raise ValueError(f"{call}: there is an adapter named {name!r} already; choose another name=.")
+    if model.whole:
+        raise ValueError(
+            f"{call}: train_all trains the model's own weights, and an adapter would be of weights that no checkpoint "
+            "has; write them with save_merged and load that, or load the model afresh."
+        )
     check_not_merged(model, call)
 
 

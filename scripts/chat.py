@@ -30,6 +30,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a local folder, a hub id (owner/name) or an alias such as llama-3.2-1b-instruct")
     parser.add_argument("--adapter", help="folder or hub id of an adapter to put on it")
+    parser.add_argument("--bits", type=int, help="4, 8 or 16, of the weights in memory (default: as in the checkpoint)")
     parser.add_argument("--system", default="", help="system message")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the same answer (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="only the most probable tokens that make up this much")
@@ -87,7 +88,9 @@ def answer(
 def switch(model: Model, wish: str) -> None:
     if not model.adapters:
         return note("There is no adapter; start with --adapter FOLDER to have one.")
-    if wish in ("on", "off"):
+    if wish not in ("", "on", "off"):
+        return note(f"/adapter {wish}: expected /adapter on or /adapter off.")
+    if wish:
         lorarun.use_adapter(model, next(iter(model.adapters)) if wish == "on" else None)
     note(f"The adapter is {'off' if model.active is None else 'on'}.")
 
@@ -95,7 +98,7 @@ def switch(model: Model, wish: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     try:
-        model = lorarun.load(args.model, adapter=args.adapter, template=args.template)
+        model = lorarun.load(args.model, bits=args.bits, adapter=args.adapter, template=args.template)
         if model.tokenizer is None:
             raise ValueError(f"{args.model} has no tokenizer.json, so there is no text to talk in.")
         start = [{"role": "system", "content": args.system}] if args.system else []

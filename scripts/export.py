@@ -27,14 +27,14 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Fold an adapter into its base model.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("adapter", help="the adapter's folder or hub id")
     parser.add_argument("out", help="the new folder, or a file NAME.gguf")
     parser.add_argument("--base", help="the base model's folder, hub id or alias (default: what the adapter names)")
     parser.add_argument("--load-bits", type=int, choices=[4, 8, 16], help="of the base in memory (default: as stored)")
     parser.add_argument("--original", action="store_true", help="merge into the base as stored, not as loaded")
-    parser.add_argument("--bits", type=int, choices=[4, 8, 16], default=16, help="of the projections written (16)")
-    parser.add_argument("--dtype", choices=[*DTYPES, *GGUF_DTYPES], help="of the tensors (default: the base's, f16)")
+    parser.add_argument("--bits", type=int, choices=[4, 8, 16], default=16, help="of written projections (default: 16)")
+    parser.add_argument("--dtype", choices=[*DTYPES, *GGUF_DTYPES], help="of the tensors (default: the base's, or f16)")
     parser.add_argument("--adapter-only", action="store_true", help="of a GGUF file: the adapter without its base")
     parser.add_argument("--push", metavar="OWNER/NAME", help="upload the folder to this private repository of the hub")
     arguments = parser.parse_args()

@@ -38,9 +38,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--template", help="chat template for a model without one, such as chatml")
     parser.add_argument("--fold-system", action="store_true", help="put system texts into the next user turn")
     parser.add_argument("--device", help="such as cpu or cuda:1 (default: the accelerator, else the CPU)")
-    parser.add_argument("--bits", type=int, help="how the weights are stored (default: as in the checkpoint)")
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--alpha", type=float, default=16)
+    parser.add_argument("--bits", type=int, help="4, 8 or 16, of the weights in memory (default: as in the checkpoint)")
+    parser.add_argument("--rank", type=int, default=16, help="of the adapter (default: 16)")
+    parser.add_argument("--alpha", type=float, default=16, help="its scale is alpha / rank (default: 16)")
     parser.add_argument("--lr", type=float, default=2e-4, help="peak learning rate (default: 2e-4)")
     parser.add_argument("--epochs", type=float, default=1, help="passes over the data (default: 1)")
     parser.add_argument("--steps", type=int, help="optimizer steps, instead of --epochs")
@@ -61,15 +61,16 @@ def main() -> None:
     args = arguments()
     distributed.start()  # under torchrun; alone, nothing
     first, size = distributed.rank() == 0, distributed.size()
+    if args.steps is not None and args.steps < 1 or not 0 < args.epochs < float("inf"):
+        raise ValueError(f"--steps {args.steps} --epochs {args.epochs}: expected positive numbers")
+    rows, held_rows = read_rows(*args.data), read_rows(args.eval) if args.eval else None  # a wrong name is said at once
     model = lorarun.load(args.model, bits=args.bits, device=args.device, template=args.template)
     lorarun.add_lora(model, r=args.rank, alpha=args.alpha, seed=args.seed)
     how = {"max_tokens": args.max_tokens, "fold_system": args.fold_system}
-    data = prepare(read_rows(*args.data), model.tokenizer, **how)
-    held = lorarun.batches(read_rows(args.eval), model.tokenizer, **how) if args.eval else None
+    data = prepare(rows, model.tokenizer, **how)
+    held = lorarun.batches(held_rows, model.tokenizer, **how) if held_rows is not None else None
     check_ids(model, data)
     count = math.ceil(len(lorarun.batches(data, model.tokenizer, args.max_tokens)) / size)
-    if args.steps is not None and args.steps < 1 or not 0 < args.epochs < float("inf"):
-        raise ValueError(f"--steps {args.steps} --epochs {args.epochs}: expected positive numbers")
     steps, most = args.steps or max(1, round(args.epochs * count)), size * args.max_tokens
     if first:
         print(f"training on {summary(data)}, in {steps} steps of up to {most:,} tokens", file=sys.stderr)
@@ -104,7 +105,8 @@ def main() -> None:
         print(f"\nevaluation loss: {before:.3f} before, {after:.3f} after ({(after - before) / before:+.0%})")
     print(f"\nadapter  {args.out / 'adapter'}\nmetrics  {progress.metrics}")
     print(f"plot     {progress.plot or 'none: pip install matplotlib draws one'}\n\nNext, try:")
-    print(f"  python scripts/chat.py {args.model} --adapter {args.out / 'adapter'}   # and /adapter off")
+    bits = "" if args.bits is None else f" --bits {args.bits}"
+    print(f"  python scripts/chat.py {args.model} --adapter {args.out / 'adapter'}{bits}   # and /adapter off")
     print(f"  python scripts/export.py {args.out / 'adapter'} {args.out / 'merged'}   # for other programs")
     print(f"  python scripts/finetune.py qwen3-0.6b --data {args.data[0]}   # another model")
 

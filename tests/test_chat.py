@@ -165,6 +165,12 @@ def test_a_longer_conversation_gets_a_larger_cache(chat: Chat, folder: Path, mon
     assert 1 < len(made) < 5 and all(one < two for one, two in zip(made, made[1:], strict=False))
 
 
+def test_what_is_neither_on_nor_off(chat: Chat, folder: Path, adapter: Path) -> None:
+    _, err = chat(["/adapter of", "/adapter"], folder, "--adapter", adapter)
+    assert "/adapter of: expected /adapter on or /adapter off." in err and "The adapter is off." not in err
+    assert err.count("The adapter is on.") == 1
+
+
 def test_questions_end_with_the_pipe(chat: Chat, folder: Path) -> None:
     out, err = chat(["/adapter on", "fox"], folder, "--max-new-tokens", 2, "--temperature", 0.1, "--seed", 3)
     again, _ = chat(["fox"], folder, "--max-new-tokens", 2, "--temperature", 0.1, "--seed", 3)

@@ -139,6 +139,8 @@ def test_what_train_all_refuses(tiny: Tiny) -> None:
         train_all(load(tiny("llama3"), bits=4))
     with pytest.raises(ValueError, match="has the adapters default"):
         train_all(add_lora(load(tiny("llama3"))))
+    with pytest.raises(ValueError, match="add_lora: train_all trains the model's own weights"):
+        add_lora(train_all(load(tiny("llama3"))))
 
 
 def test_fit_is_for_adapters(tiny: Tiny, tmp_path: Path) -> None:
