@@ -26,6 +26,7 @@ from lorarun.cache import Cache
 from lorarun.decode import Decoder, aside, capacity, rows_with_adapters
 from lorarun.linear import Mixed
 from lorarun.load import free_memory
+from lorarun.lora import check_not_merged
 from lorarun.nn import Model
 from lorarun.rotary import dynamic_limit
 from lorarun.sampling import Sampling
@@ -288,8 +289,7 @@ def _adapters(model: Model, adapters: Sequence[str | None] | None, prompts: int)
             f"generate: adapters= mixes low-rank updates of projections, and {whole[0]!r} has copies of modules or "
             "parts of the tables; switch with use_adapter, and generate for it alone."
         )
-    if any(getattr(module, "merged", None) is not None for module in model.modules()):
-        raise ValueError("generate: an adapter is merged into the weights; call unmerge(model) to choose others.")
+    check_not_merged(model, "generate")
     return names
 
 
