@@ -27,8 +27,8 @@ from torch import Tensor
 from lorarun.answer import Row
 from lorarun.bucket import sent
 from lorarun.cache import Cache
+from lorarun.capture import capturable, modes, record
 from lorarun.dora import held
-from lorarun.graph import capturable, modes, record
 from lorarun.linear import Mixed
 from lorarun.lora import linears
 from lorarun.nn import Model, touched

@@ -20,7 +20,6 @@ than launching.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
 from collections import OrderedDict
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lorarun.bucket import Given, Inputs, Shape, pack, shape_of, unpack
-from lorarun.kernels.backend import runs_triton, why
+from lorarun.capture import capturable, modes, record
 from lorarun.linear import PARTS, Linear
 from lorarun.nn import Model
 from lorarun.rotary import dynamic_limit
@@ -131,58 +130,6 @@ def _look_below(own: dict[str, Any], structure: list[Any], state: list[Any], lea
     state.append((own["active"], own["training"], on))
     state.append(None if adapter is None else (adapter.scale, adapter.dropout, adapter.stream))
     return on and adapter is not None
-
-
-def modes(device: torch.device) -> str | None:
-    """What is switched on around a step that a replay would not notice; None if nothing is."""
-    if torch.compiler.is_compiling():
-        return "torch.compile is tracing"
-    if torch.is_autocast_enabled(device.type):
-        return "autocast is on"
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        return "a dispatch mode is active"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "a function transform is active"
-    if nn.modules.module._has_any_global_hook():
-        return "there are hooks on all modules"
-    return None
-
-
-def capturable(model: Model) -> str | None:
-    """Why this device or model has no graphs; None where it has."""
-    weight = model.model.embed_tokens.weight
-    if model.device.type != "cuda":
-        return f"graphs are captured on CUDA devices, not on {model.device.type}"
-    if not runs_triton(weight):
-        return why(model.device)
-    if torch.cuda.is_current_stream_capturing():
-        return "somebody else's graph is being captured"
-    return None
-
-
-def record(run: Callable[[], None], pool: Any) -> Callable[[], None]:
-    """Capture ``run`` on the current stream as a CUDA graph in ``pool``; returns its replay.
-
-    Where that fails torch is as before: ending a capture that is invalid raises before the allocator has left the pool,
-    and before torch's generator has left the capture (it would refuse every later draw).
-    """
-    graph, device = torch.cuda.CUDAGraph(), torch.cuda.current_device()
-    generator = torch.cuda.default_generators[device]
-    drawn = generator.clone_state()
-    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-    try:
-        run()
-    except BaseException:
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            with contextlib.suppress(AttributeError, RuntimeError):
-                torch._C._cuda_endAllocateToPool(device, pool)
-                torch._C._cuda_releasePool(device, pool)
-        generator.graphsafe_set_state(drawn)
-        raise
-    graph.capture_end()
-    return graph.replay
 
 
 # --- one captured step -----------------------------------------------------------------------------------------------
