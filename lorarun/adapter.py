@@ -44,7 +44,7 @@ from lorarun.nn import Linear, Model
 from lorarun.options import Lora
 from lorarun.quant.store import NF4Store
 from lorarun.tokens import adopt, beyond_the_base
-from lorarun.trained_files import Beside, beside_tensors, other_tables, take, understand_beside
+from lorarun.trained_files import Beside, beside_tensors, mismatches, other_tables, take, understand_beside
 
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."  # PEFT's two wrappers around the model
@@ -230,7 +230,7 @@ def _match(
         problems.append(f"{len(strange)} tensors are unexpected: {abbreviate(strange)}")
     if unasked:
         problems.append(f"{len(unasked)} tensors are of modules that {CONFIG} does not target: {abbreviate(unasked)}")
-    problems += _mismatches(lora, projections, own, entries)
+    problems += mismatches({key: (entries[key], _shape(lora, at, projections[at], p)) for (at, p), key in own.items()})
     if problems:
         here = model.source.name if model.source else f"a {model.config.model_type} made from a configuration"
         raise ValueError(
@@ -296,19 +296,8 @@ def _part(found: re.Match[str] | None) -> str:
     return found["vector"] or "base_layer.bias"
 
 
-def _mismatches(
-    lora: Lora, projections: Mapping[str, Linear], own: Mapping[tuple[str, str], str], entries: Mapping[str, Entry]
-) -> list[str]:
-    """Tensors of a wrong shape or dtype; those that are wrong alike in one line."""
-    alike: dict[str, list[str]] = {}
-    for (module, part), key in own.items():
-        linear, entry, r = projections[module], entries[key], lora.rank_of(module)
-        shapes: dict[str, tuple[int, ...]] = {
-            "lora_A.weight": (r, linear.in_features), "lora_B.weight": (linear.out_features, r)
-        }  # fmt: skip
-        if entry.shape != (shape := shapes.get(part, (linear.out_features,))):
-            alike.setdefault(f"shape {list(entry.shape)} instead of {list(shape)}", []).append(key)
-        elif not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
-            dtype = str(entry.dtype).removeprefix("torch.")
-            alike.setdefault(f"dtype {dtype} instead of float32, bfloat16 or float16", []).append(key)
-    return [f"{wrong}: {abbreviate(keys)}" for wrong, keys in alike.items()]
+def _shape(lora: Lora, module: str, linear: Linear, part: str) -> tuple[int, ...]:
+    """The shape of a part of a projection, spelt as in PARTS."""
+    if part == "lora_A.weight":
+        return lora.rank_of(module), linear.in_features
+    return (linear.out_features, lora.rank_of(module)) if part == "lora_B.weight" else (linear.out_features,)

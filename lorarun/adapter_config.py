@@ -20,7 +20,7 @@ from lorarun.initial import subtracts
 from lorarun.lora import block_of, find_targets, selects
 from lorarun.nn import Model
 from lorarun.options import BIASES, Lora, faults, of_pattern
-from lorarun.trained_files import beside_fields, targets_with_tables, wrong_fields
+from lorarun.trained_files import beside_fields, longer, targets_with_tables, wrong_fields
 
 CONFIG = "adapter_config.json"
 
@@ -51,7 +51,7 @@ LOFTQ = {"loftq_bits": 4}  # beside init_lora_weights=true, where PEFT ignores i
 def stored_name(model: Model, module: str) -> str:
     """A module's name in the model that transformers makes of the same checkpoint."""
     module = module.removeprefix("_orig_mod.")  # torch.compile's wrapper
-    return module.replace("model.", "model.language_model.", 1) if model.nested else module
+    return longer(module) if model.nested else module
 
 
 def config_fields(model: Model, lora: Lora) -> dict[str, Any]:

@@ -96,12 +96,12 @@ class Checkpoint:
         tensors |= self.read([n for n in packed.parts.values() if n != codes], mmap=False)  # too small to map
         return packed.make({part: tensors[n].to(device, copy=mmap) for part, n in packed.parts.items()})
 
-    def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Any tensor as numbers on the CPU: a quantised one dequantised in fp32 and rounded once, another one cast."""
+    def dense(self, name: str) -> torch.Tensor:
+        """Any tensor as numbers on the CPU in fp32: a quantised one dequantised, another one cast."""
         if name in self.packed:
-            return self.unpack(name).dequantize(dtype)
+            return self.unpack(name).dequantize(torch.float32)
         ((_, tensor),) = self.read([name])
-        return tensor.to(dtype, copy=True)
+        return tensor.to(torch.float32, copy=True)
 
     def in_file_order(self, names: Collection[str]) -> list[str]:
         return sorted(names, key=lambda name: (self.entries[name].file, self.entries[name].start))

@@ -16,11 +16,10 @@ from torch import nn
 
 from lorarun.data import Prepared
 from lorarun.kernels.cross_entropy import IGNORE
-from lorarun.lora import lora_parameters
+from lorarun.lora import check_not_merged, lora_parameters
 from lorarun.nn import Model
 from lorarun.optim import OPTIMIZERS, SCHEDULES
 from lorarun.tokens import check_added, learns_row
-from lorarun.trained import weighted
 from lorarun.watch import WATCHERS
 
 
@@ -100,10 +99,7 @@ def check_schedule(steps: int, ramp: int, fall: int | None, warmup: Any, decay: 
 
 def trainable(model: Model) -> dict[str, nn.Parameter]:
     """The parameters of the active adapter, by name; ValueError where training would have no effect or be lost."""
-    if any(module.merged is not None for _, module in weighted(model)):
-        raise ValueError(
-            "fit: the adapter is merged into the weights, where it does not learn; call unmerge(model) first."
-        )
+    check_not_merged(model, "fit")
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if model.whole:
         raise ValueError(

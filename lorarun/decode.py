@@ -27,21 +27,16 @@ from torch import Tensor
 from lorarun.answer import Row
 from lorarun.bucket import sent
 from lorarun.cache import Cache
+from lorarun.capture import capturable, modes, record
 from lorarun.dora import held
-from lorarun.graph import capturable, modes
-from lorarun.linear import Linear, Mixed
+from lorarun.linear import Mixed
+from lorarun.lora import linears
 from lorarun.nn import Model, touched
-from lorarun.rotary import Rotary
+from lorarun.rotary import dynamic_limit
 from lorarun.sampling import Sampling, choose, log_probabilities, uniform
 
 PREFILL = 4096  # tokens of prompts that are computed at a time
 REPLAYS = 8  # a graph is captured where so many steps are ahead of it
-
-
-def dynamic_limit(model: Any) -> int | None:
-    """The length beyond which the rotary frequencies depend on the length (dynamic scaling); None: there is none."""
-    tables: list[Rotary] = list(model.rotary.values()) if isinstance(model.rotary, dict) else [model.rotary]
-    return min((table.max_positions for table in tables if table.dynamic), default=None)
 
 
 class Decoder:
@@ -143,7 +138,7 @@ class Decoder:
 
     def run(self, stops: frozenset[int]) -> None:
         """Decode to the rows' ends: an id of ``stops``, a stop text, or as many new tokens as there are steps."""
-        longest, limit = max(len(row.prompt) for row in self.rows), dynamic_limit(self.model)
+        longest, limit = max(len(row.prompt) for row in self.rows), dynamic_limit(self.model.rotary)
         late = self.model.device.type == "cuda" and limit is None
         reader = Reader(self)
         for t in range(self.steps + 1):
@@ -222,7 +217,7 @@ def obstacle(model: Model) -> str | None:
 
 def _unfit(model: Model) -> str | None:
     """Why this model's steps are not replayed: what Python does in them would be left out."""
-    if dynamic_limit(model) is not None:
+    if dynamic_limit(model.rotary) is not None:
         return "dynamic rotary scaling looks at the positions"
     for module in model.modules():
         if touched(module) or not type(module).__module__.startswith(("lorarun.", "torch.nn.")):
@@ -242,28 +237,13 @@ def _captures(device: int) -> Any:
 
 
 def _graph(run: Callable[[], None]) -> Callable[[], None]:
-    """Capture ``run`` as a CUDA graph with memory of its own; where that fails, torch is as before."""
-    pool, device = torch.cuda.graph_pool_handle(), torch.cuda.current_device()
-    here, stream, graph = torch.cuda.current_stream(), _captures(device), torch.cuda.CUDAGraph()
-    generator = torch.cuda.default_generators[device]
-    drawn = generator.clone_state()
+    """Capture ``run`` as a CUDA graph with memory of its own."""
+    here, stream = torch.cuda.current_stream(), _captures(torch.cuda.current_device())
     stream.wait_stream(here)
     with torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            run()
-        except BaseException:
-            try:
-                graph.capture_end()
-            except RuntimeError:  # before the allocator has left the pool, and the generator the capture
-                with contextlib.suppress(AttributeError, RuntimeError):
-                    torch._C._cuda_endAllocateToPool(device, pool)
-                    torch._C._cuda_releasePool(device, pool)
-            generator.graphsafe_set_state(drawn)
-            raise
-        graph.capture_end()
+        replay = record(run, torch.cuda.graph_pool_handle())
     here.wait_stream(stream)
-    return graph.replay
+    return replay
 
 
 @contextmanager
@@ -272,8 +252,7 @@ def aside(model: Model) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        linears = [module for module in model.modules() if isinstance(module, Linear)]
-        with torch.no_grad(), held([linear.norms for linear in linears]):
+        with torch.no_grad(), held([linear.norms for _, linear in linears(model)]):
             yield
     finally:
         for module, training in modes:
@@ -284,7 +263,7 @@ def aside(model: Model) -> Iterator[None]:
 def rows_with_adapters(model: Model, names: list[str]) -> Iterator[Mixed]:
     """Inside, each token takes the adapter whose number ``which`` of what this gives says, −1 for none."""
     mixed = Mixed(names)
-    carriers = [module for module in model.modules() if isinstance(module, Linear) and module.adapters]
+    carriers = [linear for _, linear in linears(model)]
     try:
         for linear in carriers:
             linear.mixed = mixed
@@ -297,4 +276,4 @@ def rows_with_adapters(model: Model, names: list[str]) -> Iterator[Mixed]:
 def capacity(model: Model, rows: list[Row], max_new_tokens: int) -> int:
     """The slots of a cache for these rows: the last token is never looked up again."""
     longest = max(len(row.prompt) for row in rows) + max_new_tokens - 1
-    return min(longest, dynamic_limit(model) or sys.maxsize)
+    return min(longest, dynamic_limit(model.rotary) or sys.maxsize)

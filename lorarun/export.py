@@ -34,7 +34,7 @@ from lorarun.export_plan import FORMS, prepare
 from lorarun.export_weights import Export, Kept, table, total
 from lorarun.gguf_read import Gguf
 from lorarun.gguf_vocab import write_files
-from lorarun.headers import DTYPES, INDEX, abbreviate
+from lorarun.headers import DTYPES, INDEX, abbreviate, read_json
 from lorarun.merge import without_place
 from lorarun.nn import Model
 from lorarun.packing import quantization_config
@@ -229,8 +229,7 @@ def _write_small_files(export: Export, partial: Path) -> None:
         shutil.copyfile(file, copy)
     if export.model.tokenizer is not None:
         export.model.tokenizer.save(partial)  # with the chat template that was named at loading
-    config = _config(export)
-    config = _with_fields(config, export.fields)
+    config = _with_fields(_config(export), export.fields)
     if config != read_config(partial):
         _write_json(partial / "config.json", config)
 
@@ -270,7 +269,7 @@ def _with_fields(config: dict[str, Any], fields: dict[str, Any]) -> dict[str, An
 def _write_index(export: Export, files: dict[str, list[str]], partial: Path) -> None:
     index: dict[str, Any] = {}
     if (export.source.folder / INDEX).exists():
-        index = json.loads((export.source.folder / INDEX).read_text(encoding="utf-8"))
+        index = read_json(export.source.folder / INDEX)
     layouts = {file: {k: v for name in names for k, v in export.layout(name).items()} for file, names in files.items()}
     size = sum(tensor.nbytes for layout in layouts.values() for tensor in layout.values())
     index["metadata"] = {**(index.get("metadata") or {}), "total_size": size}

@@ -23,6 +23,7 @@ from lorarun.nn import Model
 from lorarun.packing import Form, form_of
 from lorarun.quant.store import FP8Store, NF4Store, Store
 from lorarun.trained import EMBEDDING, HEAD, TABLES, changes, is_tied, touches_tables, weighted
+from lorarun.trained_files import longer
 from lorarun.weighted import Weighted
 
 FORMS = {4: Form(NF4Store, 64, True), 8: Form(FP8Store, None)}
@@ -49,7 +50,11 @@ def prepare(model: Model, base: str, dtype: torch.dtype | None, bits: int) -> Ex
         own[HEAD] = own[EMBEDDING]
     modules = {stored[f"{path}.weight"]: module for path, module in own.items() if f"{path}.weight" in stored}
     there = set(map(id, modules.values()))
-    lost = [module for module in own.values() if _has(module, adapter) and id(module) not in there]
+    lost = [
+        module
+        for module in own.values()
+        if adapter and (module.active == adapter or changes(module, adapter)) and id(module) not in there
+    ]
     shapes = {name: tuple(weight.shape) for name, weight in live.items()}
     shapes |= {name: tuple(module.weight.shape) for name, module in modules.items()}
     _enlarge(shapes, entries, source, {stored[n] for path in TABLES if (n := f"{path}.weight") in stored}, origin)
@@ -77,11 +82,6 @@ def prepare(model: Model, base: str, dtype: torch.dtype | None, bits: int) -> Ex
     return export
 
 
-def _has(module: Weighted, adapter: str | None) -> bool:
-    """Whether an adapter changes a module."""
-    return adapter is not None and (module.active == adapter or changes(module, adapter))
-
-
 def _enlarge(
     shapes: Mapping[str, tuple[int, ...]], entries: dict[str, Entry], source: Checkpoint, tables: set[str],
     origin: Mapping[str, str],
@@ -102,17 +102,10 @@ def _add_other_table(stored: dict[str, str], entries: dict[str, Entry], origin: 
     if other in stored:
         return
     file = stored[there]
-    if other.startswith(HEAD):
-        place = f"language_model.{other}" if file.startswith("language_model.") else other
+    if file.startswith("language_model."):  # as older files have it
+        place = f"language_model.{other}"
     else:
-        older, nested = file.startswith("language_model."), any("language_model." in name for name in entries)
-        place = (
-            f"language_model.{other}"
-            if older
-            else other.replace("model.", "model.language_model.", 1)
-            if nested
-            else other
-        )
+        place = longer(other) if any("language_model." in name for name in entries) else other
     stored[other], origin[place] = place, file
     entries[place] = entries[file]
 

@@ -23,10 +23,12 @@ from torch import Tensor
 
 from lorarun.answer import Row, Text
 from lorarun.cache import Cache
-from lorarun.decode import Decoder, aside, capacity, dynamic_limit, rows_with_adapters
+from lorarun.decode import Decoder, aside, capacity, rows_with_adapters
 from lorarun.linear import Mixed
 from lorarun.load import free_memory
+from lorarun.lora import check_not_merged
 from lorarun.nn import Model
+from lorarun.rotary import dynamic_limit
 from lorarun.sampling import Sampling
 from lorarun.tokenizer import Tokenizer, configs, end_ids
 from lorarun.trained import beyond_projections
@@ -108,7 +110,7 @@ def generate(
             if kind != "ids" or strings or write is not None:
                 text = Text(_tokenizer(model), strings, write, after=[] if kind == "messages" else prompt[-4:])
             rows.append(Row(prompt, len(rows), text, seeds[len(rows)], name))
-    groups = _groups(rows, max_new_tokens, dynamic_limit(model), _together(model)) if cache is None else [rows]
+    groups = _groups(rows, max_new_tokens, dynamic_limit(model.rotary), _together(model)) if cache is None else [rows]
     mixing = nullcontext() if names is None else rows_with_adapters(model, sorted({name for name in names if name}))
     with aside(model), mixing as mixed:
         for group in groups:
@@ -136,7 +138,7 @@ def _decode(
         raise ValueError(f"generate: the cache has {cache.batch} rows, and there are {len(rows)} answers to decode.")
     if (wanted := capacity(model, rows, max_new_tokens)) > cache.capacity:
         raise ValueError(f"generate: the cache holds {cache.capacity} tokens a row; prompt and answer take {wanted}.")
-    limit = dynamic_limit(model)
+    limit = dynamic_limit(model.rotary)
     if len(rows) > 1 and limit is not None and max(len(row.prompt) for row in rows) + max_new_tokens > limit:
         raise ValueError(
             f"generate: beyond {limit} tokens the length changes this model's rotation, and rows go alone."
@@ -222,7 +224,7 @@ def _prompts(model: Model, what: Any) -> tuple[list[list[int]], list[str], bool]
             raise ValueError(f"generate: prompt {i} has ids from {low} to {high}; the model's are 0 to {vocab - 1}.")
         prompts.append(prompt)
     most = max(map(len, prompts), default=0)
-    if most > longest and dynamic_limit(model) is None:
+    if most > longest and dynamic_limit(model.rotary) is None:
         warnings.warn(
             f"generate: a prompt has {most} tokens, and this model is made for {longest} (max_position_embeddings); "
             "its answer may be poor.",
@@ -287,8 +289,7 @@ def _adapters(model: Model, adapters: Sequence[str | None] | None, prompts: int)
             f"generate: adapters= mixes low-rank updates of projections, and {whole[0]!r} has copies of modules or "
             "parts of the tables; switch with use_adapter, and generate for it alone."
         )
-    if any(getattr(module, "merged", None) is not None for module in model.modules()):
-        raise ValueError("generate: an adapter is merged into the weights; call unmerge(model) to choose others.")
+    check_not_merged(model, "generate")
     return names
 
 

@@ -20,7 +20,6 @@ than launching.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
 from collections import OrderedDict
@@ -32,9 +31,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lorarun.bucket import Given, Inputs, Shape, pack, shape_of, unpack
-from lorarun.kernels.backend import runs_triton, why
+from lorarun.capture import capturable, modes, record
 from lorarun.linear import PARTS, Linear
 from lorarun.nn import Model
+from lorarun.rotary import dynamic_limit
 from lorarun.trained import beyond
 
 GRAPHS = 8  # held at a time; they share one pool, which takes what the largest needs
@@ -100,11 +100,11 @@ def look(model: Model) -> Look:
             structure += (part.data_ptr() for way in own["scaled"] for part in way)
         if own["_modules"]:
             live |= _look_below(own, structure, state, learning)
-    obstacle = "no adapter is trained" if obstacle is None and not (learning and live) else obstacle
-    found = Look(obstacle, tuple(structure), tuple(state), learning)
-    if obstacle is None and len({parameter.dtype for parameter in found.parameters}) > 1:
-        return found._replace(obstacle="adapter matrices of several dtypes")
-    return found
+    if obstacle is None and not (learning and live):
+        obstacle = "no adapter is trained"
+    if obstacle is None and len({held[name].dtype for held, name in learning}) > 1:
+        obstacle = "adapter matrices of several dtypes"
+    return Look(obstacle, tuple(structure), tuple(state), learning)
 
 
 def _look_below(own: dict[str, Any], structure: list[Any], state: list[Any], learning: list[Slot]) -> bool:
@@ -130,33 +130,6 @@ def _look_below(own: dict[str, Any], structure: list[Any], state: list[Any], lea
     state.append((own["active"], own["training"], on))
     state.append(None if adapter is None else (adapter.scale, adapter.dropout, adapter.stream))
     return on and adapter is not None
-
-
-def modes(device: torch.device) -> str | None:
-    """What is switched on around a step that a replay would not notice; None if nothing is."""
-    if torch.compiler.is_compiling():
-        return "torch.compile is tracing"
-    if torch.is_autocast_enabled(device.type):
-        return "autocast is on"
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        return "a dispatch mode is active"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "a function transform is active"
-    if nn.modules.module._has_any_global_hook():
-        return "there are hooks on all modules"
-    return None
-
-
-def capturable(model: Model) -> str | None:
-    """Why this device or model has no graphs; None where it has."""
-    weight = model.model.embed_tokens.weight
-    if model.device.type != "cuda":
-        return f"graphs are captured on CUDA devices, not on {model.device.type}"
-    if not runs_triton(weight):
-        return why(model.device)
-    if torch.cuda.is_current_stream_capturing():
-        return "somebody else's graph is being captured"
-    return None
 
 
 # --- one captured step -----------------------------------------------------------------------------------------------
@@ -334,8 +307,7 @@ class Steps:
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
             self.stream = torch.cuda.Stream()
-        here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        here = torch.cuda.current_stream()
         self.stream.wait_stream(here)
         try:
             with torch.cuda.stream(self.stream):
@@ -344,28 +316,9 @@ class Steps:
                 torch.cuda.synchronize()
                 gc.collect()
                 torch.cuda.empty_cache()  # what the warm-up held is needed again, inside the pool
-                drawn = generator.clone_state()
-                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                try:
-                    run()
-                except BaseException:
-                    self._abandon(graph)
-                    generator.graphsafe_set_state(drawn)
-                    raise
-                graph.capture_end()
+                return record(run, self.pool)
         finally:
             here.wait_stream(self.stream)
-        return graph.replay
-
-    def _abandon(self, graph: Any) -> None:
-        """End a capture that failed.  Ending one that is invalid raises, before the allocator has left the pool (and
-        torch's generator the capture: it would refuse every later draw)."""
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            with contextlib.suppress(AttributeError, RuntimeError):
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
-                torch._C._cuda_releasePool(torch.cuda.current_device(), self.pool)
 
     def _synchronize(self) -> None:
         if self.capture is None and self.held:
@@ -401,8 +354,7 @@ def unfit(model: Model, given: Given, shape: Shape) -> str | None:
         return "deterministic: a graph's padded rows would change the order of sums"
     if model.dtype == torch.float16:
         return "the loss of a float16 model is scaled before backward"
-    rotary = model.rotary.values() if isinstance(model.rotary, dict) else [model.rotary]
-    if any(tables.dynamic for tables in rotary):
+    if dynamic_limit(model.rotary) is not None:
         return "dynamic rotary scaling looks at the positions"
     tokens, c = shape.batch * shape.seq, model.config
     rows = 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim + 3 * c.intermediate_size

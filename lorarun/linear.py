@@ -321,17 +321,18 @@ def few_projected(
     act: str | None = None,
 ) -> Tensor | None:
     """:func:`lorarun.kernels.few_rows.few_rows` of stored weights for x [rows, in]; None where that does not serve:
-    more rows, dense weights, gradients.  Biases that an adapter replaces or scales around are left out."""
+    more rows, dense weights, gradients."""
     weights = None if torch.is_grad_enabled() else few_stored(x, linears, branches)
     if weights is None:
         return None
     flag = None
     if any(branch.rank for branch in branches):
         flag = next(decide("flags", lambda: _flags(x.device)))
-    return few_rows(x, weights, _biases(linears), branches, residual, act, flag)
+    return few_rows(x, weights, biases_beside(linears), branches, residual, act, flag)
 
 
-def _biases(linears: Sequence[Linear]) -> list[Tensor | None]:
+def biases_beside(linears: Sequence[Linear]) -> list[Tensor | None]:
+    """The biases that go with frozen products; those that an adapter replaces or scales around are left out."""
     return [None if linear.running().after else linear.bias for linear in linears]
 
 
@@ -345,7 +346,7 @@ def few_stored(x: Tensor, linears: Sequence[Linear], branches: Sequence[Branch])
             return None
         block = linear.weight.block if isinstance(linear.weight, NF4Store) else 0
         weights.append(Stored(linear.weight.part(), linear.out_features, linear.in_features, block))
-    return weights if serves(x, weights, _biases(linears), branches) else None
+    return weights if serves(x, weights, biases_beside(linears), branches) else None
 
 
 def _flags(device: torch.device) -> Iterator[Tensor]:

@@ -22,13 +22,13 @@ from lorarun.quant.store import Store
 from lorarun.trained import is_tied, merge_trained, touches_tables, unmerge_trained, untie
 
 
-def merged_weight(weight: Tensor, linear: Linear, name: str, device: torch.device | str | None = None) -> Tensor:
+def merged_weight(weight: Tensor, linear: Linear, name: str) -> Tensor:
     """V = W + scale · B·A of an adapter, [out, in], with DoRA (m / ‖V‖) · V row by row: computed in fp32 (fp64 for a
     weight of that) and not rounded yet.
 
-    weight: W, which may be another than the linear's own.  device: where to compute, by default where ``weight`` is.
+    weight: W, which may be another than the linear's own; it is computed where that is.
     """
-    device = weight.device if device is None else torch.device(device)
+    device = weight.device
     wide = torch.promote_types(weight.dtype, torch.float32)
     parts = {part: tensor.detach().to(device, wide) for part, tensor in linear.parts(name).items()}
     whole = weight.to(device, wide)
@@ -138,9 +138,7 @@ def combine_adapters(model: Model, weights: Mapping[str, float], name: str = "co
     ranks = {path: len(part["a"]) for path, _, part in parts}
     r = max(ranks.values())
     fewer = {path: rank for path, rank in ranks.items() if rank != r}
-    combined = Lora(
-        r, r, list(ranks), 0.0, False, None, list(ranks), None, fewer, dict(fewer), lora_bias=biased
-    )  # fmt: skip
+    combined = Lora(r, r, list(ranks), 0.0, False, None, list(ranks), None, fewer, dict(fewer), lora_bias=biased)
     attach(model, name, combined, parts)
 
 
@@ -163,9 +161,8 @@ def _side_by_side(
             "b": torch.cat([scales[each] * parts["b"].detach().to(dtype) for each, parts in own.items()], dim=1),
         }
         if biased:
-            zero = part["b"].new_zeros(len(part["b"]))
-            part["b_bias"] = sum(
-                (scales[each] * parts["b_bias"].detach().to(dtype) for each, parts in own.items() if "b_bias" in parts),
-                zero,
+            terms = (
+                scales[each] * parts["b_bias"].detach().to(dtype) for each, parts in own.items() if "b_bias" in parts
             )
+            part["b_bias"] = sum(terms, part["b"].new_zeros(len(part["b"])))
         yield path, linear, part

@@ -34,7 +34,7 @@ from lorarun.kernels.lora import Branch, lora_down, lora_grad, lora_input_grad, 
 from lorarun.kernels.replay import decide, frame, keep
 from lorarun.kernels.rescale import columns, rescale_backward, rescale_forward
 from lorarun.kernels.scaled import quantize_rows, scaled_mm
-from lorarun.linear import Linear, few_projected
+from lorarun.linear import Linear, biases_beside, few_projected
 from lorarun.nn import untouched
 from lorarun.quant.store import Store, dense_side_by_side
 
@@ -43,11 +43,10 @@ def obstacle(linears: Sequence[Linear], dtype: torch.dtype) -> str | None:
     """Why these projections cannot run as one on inputs of ``dtype``; None when they can."""
     if not all(untouched(linear) for linear in linears):
         return "a projection is hooked or replaced"
-    if any(linear.trained is not None and linear.merged is None for linear in linears):
-        return "a base weight is trained"
     if any(linear.mixed is not None for linear in linears):
         return "rows of the batch have adapters of their own"
-    if any(p is not None and p.requires_grad for linear in linears for p in (linear.weight, linear.bias)):
+    copied = any(linear.trained is not None and linear.merged is None for linear in linears)
+    if copied or any(p is not None and p.requires_grad for m in linears for p in (m.weight, m.bias)):
         return "a base weight is trained"
     dense = {str(linear.weight.dtype) for linear in linears if not isinstance(linear.weight, Store)}
     if dtype == torch.float64 or dense - {str(dtype)}:
@@ -91,12 +90,12 @@ class Frozen:
     ``sizes`` are the rows of each output.  Stored weights are dequantised side by side into one buffer that lives for
     the product alone (or stays, with ``model.keep_dense``); dense ones are multiplied one by one into the columns of
     one result, without copies.  With FP8 copies, made for just these projections by :mod:`lorarun.compute`, products
-    run on those.  Biases that an adapter replaces or scales around are left out.
+    run on those.
     """
 
     def __init__(self, linears: Sequence[Linear]) -> None:
         self.weights = [linear.weight for linear in linears]
-        self.biases = [None if linear.running().after else linear.bias for linear in linears]
+        self.biases = biases_beside(linears)
         self.sizes = [linear.out_features for linear in linears]
         self.stored = any(isinstance(weight, Store) for weight in self.weights)
         scaled = linears[0].scaled

@@ -108,3 +108,9 @@ def _yarn(inv_freq: Tensor, rope: Mapping[str, Any], head_dim: int, max_position
         one, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
         amplitude = temperature(factor, one) / temperature(factor, all_dim) if one and all_dim else temperature(factor)
     return inv_freq * (1.0 - divided) + inv_freq / factor * divided, float(amplitude)
+
+
+def dynamic_limit(rotary: Rotary | dict[str, Rotary]) -> int | None:
+    """The length beyond which a model's frequencies depend on the length (dynamic scaling); None: there is none."""
+    tables = rotary.values() if isinstance(rotary, dict) else [rotary]
+    return min((table.max_positions for table in tables if table.dynamic), default=None)

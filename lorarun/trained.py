@@ -146,27 +146,31 @@ def first_table(model: Model, path: str) -> Tensor:
     return table.index_copy(0, torch.tensor(new, device=table.device), first_rows(model, path, new).to(table.dtype))
 
 
+def _trained_in(weight: Tensor, value: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of what is trained in the place of a weight, from ``value``: see :func:`add_copies`."""
+    if dtype is not None:
+        return torch.promote_types(weight.dtype, dtype)
+    return torch.promote_types(torch.promote_types(weight.dtype, value.dtype), torch.float32)
+
+
 def add_copies(
     model: Model,
     name: str,
     paths: Sequence[str],
     tied: bool,
-    dtype: torch.dtype | None = None,
-    values: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype | None,
+    values: Mapping[str, Tensor],
 ) -> None:
     """Give an adapter copies of these modules' parameters, or of ``values`` (by parameter) where they are given.
 
     dtype: of the copies; never narrower than the weight.  None: fp32, or that of the values or weight if it is wider.
     """
-    values = values or {}
 
     def own(path: str, part: str, base: Tensor) -> Tensor:
         value = values.get(f"{path}.{part}")
         if value is None:
             value = first_table(model, path) if path in TABLES else base.detach()
-        wide = torch.promote_types(base.dtype, value.dtype if dtype is None else dtype)
-        wide = torch.promote_types(wide, torch.float32) if dtype is None else wide
-        return value.to(base.device, wide, copy=True)
+        return value.to(base.device, _trained_in(base, value, dtype), copy=True)
 
     for path in paths:
         module = model.get_submodule(path)
@@ -185,8 +189,8 @@ def add_rows(
     model: Model,
     name: str,
     tokens: Mapping[str, Sequence[int]],
-    dtype: torch.dtype | None = None,
-    values: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype | None,
+    values: Mapping[str, Tensor],
 ) -> None:
     """Let an adapter train the rows of these ids, by table, from ``values`` [ids, hidden] or the initial ones."""
     for path, ids in tokens.items():
@@ -194,10 +198,9 @@ def add_rows(
         assert isinstance(module, Embedding | Linear)
         table: Tensor = module.weight.detach()
         order = torch.tensor(ids, dtype=torch.int64, device=table.device)
-        value = first_rows(model, path, ids) if values is None or path not in values else values[path].to(table.device)
+        value = values[path].to(table.device) if path in values else first_rows(model, path, ids)
         order, by = order.sort()
-        wide = torch.promote_types(table.dtype, value.dtype if dtype is None else dtype)
-        rows = value[by].to(torch.promote_types(wide, torch.float32) if dtype is None else wide, copy=True)
+        rows = value[by].to(_trained_in(table, value, dtype), copy=True)
         if "token_adapter" not in module._modules:
             module.token_adapter = TokenRows()
         module.token_adapter.add(name, order, rows)
@@ -212,11 +215,7 @@ def add_table(model: Model, name: str, path: str, adapter: Adapter, a: Tensor, b
     """Put a low-rank update on a table: on the embedding with A [rank, vocab] and B [hidden, rank], which a tied head
     reads the other way round; on a head of its own with A [rank, hidden] and B [vocab, rank]."""
     head, embedding = model.lm_head, model.model.embed_tokens
-    device = embedding.weight.device
-    if path == HEAD:
-        head.attach(name, adapter, a.to(device), b.to(device))
-        return
-    embedding.attach(name, adapter, a.to(device), b.to(device))
+    (head if path == HEAD else embedding).attach(name, adapter, a.to(model.device), b.to(model.device))
     if tied:
         if not head.adapters:
             head.lora_A, head.lora_B = nn.ModuleDict(), nn.ModuleDict()

@@ -46,10 +46,8 @@ def beside_fields(lora: Any, nested: bool) -> dict[str, Any]:
     """The fields of adapter_config.json that are about what is trained beside projections."""
     fields: dict[str, Any] = {"modules_to_save": None}
     if lora.copies:
-        names = [_longer(path) for path in lora.copies] if nested else list(lora.modules_to_save)
-        names += [
-            path.rpartition(".")[2] for path in lora.copies if not any(path.endswith(n) for n in names) and not nested
-        ]
+        names = [longer(path) for path in lora.copies] if nested else list(lora.modules_to_save)
+        names += [path.rpartition(".")[2] for path in lora.copies if not nested and not path.endswith(tuple(names))]
         fields["modules_to_save"] = names
     if lora.tokens:
         only = list(lora.tokens) == [EMBEDDING]
@@ -61,7 +59,7 @@ def beside_fields(lora: Any, nested: bool) -> dict[str, Any]:
     return fields
 
 
-def _longer(path: str) -> str:
+def longer(path: str) -> str:
     """A module's name in a multimodal model."""
     return path.replace("model.", "model.language_model.", 1)
 
@@ -82,7 +80,7 @@ def targets_with_tables(lora: Any, targets: str | list[str], nested: bool) -> st
     if not lacking and not nested:
         return targets
     modules = lora.modules if isinstance(targets, str) else targets
-    return sorted({*(_longer(path) if nested else path for path in lora.tables), *modules})
+    return sorted({*(longer(path) if nested else path for path in lora.tables), *modules})
 
 
 def beside_tensors(model: Model, name: str, lora: Any) -> Iterator[tuple[str, Tensor]]:
@@ -131,11 +129,11 @@ def understand_beside(model: Model, lora: Any, raw: Mapping[str, Any], problems:
         except ValueError as error:
             problems.append(str(error))
     targets = lora.targets
-    chosen = [path for path in TABLES if selects(targets, path) or selects(targets, _longer(path))]
+    chosen = [path for path in TABLES if selects(targets, path) or selects(targets, longer(path))]
     lora.tables = [path for path in chosen if path not in lora.copies and lora.layers is None]
     for pattern in (lora.rank_pattern, lora.alpha_pattern) if model.nested else ():
         for path in lora.tables:
-            if value := of_pattern(pattern, _longer(path), 0):
+            if value := of_pattern(pattern, longer(path), 0):
                 pattern.setdefault(path, value)
     rows = raw.get("trainable_token_indices") or {}
     rows = {EMBEDDING: rows} if isinstance(rows, list) else rows
@@ -179,15 +177,7 @@ def take(
     found = {name: by_name[name] for name in shapes if name in by_name}
     if missing := [name for name in shapes if name not in found and name not in tied]:
         problems.append(f"{len(missing)} tensors are missing: {abbreviate(missing)}")
-    wrong: dict[str, list[str]] = {}
-    for name, key in found.items():
-        entry = entries[key]
-        if entry.shape != shapes[name]:
-            wrong.setdefault(f"shape {list(entry.shape)} instead of {list(shapes[name])}", []).append(key)
-        elif not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
-            dtype = str(entry.dtype).removeprefix("torch.")
-            wrong.setdefault(f"dtype {dtype} instead of float32, bfloat16 or float16", []).append(key)
-    problems += [f"{what}: {abbreviate(keys)}" for what, keys in wrong.items()]
+    problems += mismatches({key: (entries[key], shapes[name]) for name, key in found.items()})
     frozen = {
         path: by_name[name]
         for path in TABLES
@@ -203,6 +193,19 @@ def take(
     for key in {*found.values(), *frozen.values(), *(by_name[name] for name in again)}:
         del entries[key]
     return Beside(found, frozen, size)
+
+
+def mismatches(found: Mapping[str, tuple[Entry, tuple[int, ...]]]) -> list[str]:
+    """Tensors by key that have not the shape beside them, or a dtype that is none of adapters; those that are wrong
+    alike in one line."""
+    alike: dict[str, list[str]] = {}
+    for key, (entry, shape) in found.items():
+        if entry.shape != shape:
+            alike.setdefault(f"shape {list(entry.shape)} instead of {list(shape)}", []).append(key)
+        elif not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
+            dtype = str(entry.dtype).removeprefix("torch.")
+            alike.setdefault(f"dtype {dtype} instead of float32, bfloat16 or float16", []).append(key)
+    return [f"{wrong}: {abbreviate(keys)}" for wrong, keys in alike.items()]
 
 
 def _size(model: Model, lora: Any, shapes: Mapping[str, tuple[int, ...]], extended: bool) -> int:

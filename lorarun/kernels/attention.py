@@ -29,11 +29,12 @@ that some row cannot see whole.
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, are_deterministic_algorithms_enabled
 from torch.autograd.function import once_differentiable
 
 from lorarun.kernels.backend import INTERPRETED, autocast, runs_triton, tl, triton, why
@@ -58,8 +59,7 @@ def document_starts(documents: Tensor) -> Tensor:
     documents [batch, seq] integers, −1 for padding.  Neighbours with the same number belong together; each padding
     token stands alone.  Returns [batch, seq] int64.
     """
-    seq = documents.shape[1]
-    index = torch.arange(seq, device=documents.device).expand_as(documents)
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     starts = documents < 0
     starts[:, 0] = True
     starts[:, 1:] |= documents[:, 1:] != documents[:, :-1]
@@ -94,13 +94,7 @@ def visible(queries: int, keys: int, first: Tensor | None, window: int | None, d
 
 
 def attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    first: Tensor | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, window: int | None, softcap: float | None, scale: float
 ) -> Tensor:
     """The contract in plain PyTorch; arguments as in :func:`attention`, ``first`` alone for the spans."""
     if q.numel() == 0:
@@ -109,12 +103,10 @@ def attention_reference(
     keys, kv_heads = k.shape[1:3]
     if window is not None and window >= keys:
         window = None  # everything is near enough
-    scale = head_dim**-0.5 if scale is None else scale
-    plain = first is None and window is None and queries in (1, keys)
+    plain = first is None and window is None and softcap is None and queries in (1, keys)
     mask = None if plain else visible(queries, keys, first, window, q.device)
     q, k, v = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # [batch, heads, ·, head_dim]
-    itself = q.device.type in ("cpu", "meta") or q.element_size() == 2  # SDPA reads grouped heads
-    grouped = plain and softcap is None and itself
+    grouped = plain and (q.device.type in ("cpu", "meta") or q.element_size() == 2)  # SDPA reads grouped heads
     if queries == 1:  # the heads of a group stand as queries of one head: a cache is not repeated
         q = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
     elif heads > kv_heads and not grouped:
@@ -123,8 +115,7 @@ def attention_reference(
         causal = plain and queries > 1
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
     else:
-        if mask is None:
-            mask = visible(queries, keys, first, window, q.device)
+        assert mask is not None
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = (q.to(wide) @ k.to(wide).transpose(2, 3)) * scale  # [batch, heads, queries, keys]
         scores = softcap * torch.tanh(scores / softcap)
@@ -444,6 +435,9 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, None, None, None
 
 
+TAKEN = operator.itemgetter(0, 1, 6, 7)  # of what cuDNN returns: o, lse, seed and offset of a dropout that is off
+
+
 class _CuDNN(torch.autograd.Function):
     """cuDNN's attention of dense causal rows [batch, heads, seq, head_dim]; saves q, k, v, o, lse, as above.
 
@@ -453,7 +447,7 @@ class _CuDNN(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         op = torch.ops.aten._scaled_dot_product_cudnn_attention
-        made = keep("attention", lambda: _tensors(op(q, k, v, None, True, 0.0, True, False, scale=scale)))
+        made = keep("attention", lambda: TAKEN(op(q, k, v, None, True, 0.0, True, False, scale=scale)))
         ctx.save_for_backward(q, k, v, *made)
         ctx.scale = scale
         o: Tensor = made[0]
@@ -464,18 +458,17 @@ class _CuDNN(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse, *random = ctx.saved_tensors
         op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-        lengths = (None, None, q.shape[2], k.shape[2])  # cumulative ones of ragged rows, and the longest
+        # No bias; lengths: cumulative ones of ragged rows, and the longest; no dropout; causal.
+        rest = (*random, None, None, None, q.shape[2], k.shape[2], 0.0, True)
         group, kv_heads = q.shape[1] // k.shape[1], k.shape[1]
         few = _heads_at_once(q.shape[2], group)
         if few >= kv_heads:
-            return *op(do, q, k, v, o, lse, *random, None, *lengths, 0.0, True, scale=ctx.scale), None
+            return *op(do, q, k, v, o, lse, *rest, scale=ctx.scale), None
         grads = [torch.empty_like(t) for t in (q, k, v)]
         for at in range(0, kv_heads, few):
             k_heads, q_heads = slice(at, at + few), slice(at * group, (at + few) * group)
             own = [t[:, heads] for t, heads in ((q, q_heads), (k, k_heads), (v, k_heads), (o, q_heads))]
-            made = op(
-                do[:, q_heads], *own, lse[:, q_heads].contiguous(), *random, None, *lengths, 0.0, True, scale=ctx.scale
-            )
+            made = op(do[:, q_heads], *own, lse[:, q_heads].contiguous(), *rest, scale=ctx.scale)
             for whole, heads, part in zip(grads, (q_heads, k_heads, k_heads), made, strict=True):
                 whole[:, heads] = part
             del made, part
@@ -491,11 +484,6 @@ def _heads_at_once(seq: int, group: int) -> int:
     return max(1, -(-131_072 // (seq * group))) if seq >= 16_384 else 2**31
 
 
-def _tensors(made: Any) -> tuple[Tensor | None, ...]:
-    """(o, lse, seed, offset) of what cuDNN's operator returns; the last two are of a dropout that is off."""
-    return made[0], made[1], made[6], made[7]
-
-
 # --- public function -------------------------------------------------------------------------------------------------
 
 
@@ -509,8 +497,7 @@ def _cudnn_takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> boo
     if device.type != "cuda":
         return False
     q = torch.empty(1, 2, 128, head_dim, dtype=dtype, device=device, requires_grad=True)
-    k = q[:, :1]
-    parameters = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, True, True)
+    parameters = torch.backends.cuda.SDPAParams(q, q[:, :1], q[:, :1], None, 0.0, True, True)
     return torch.backends.cuda.can_use_cudnn_attention(parameters)
 
 
@@ -541,7 +528,7 @@ def serves(
     }
     reasons = [name for name, wanted in features.items() if wanted]
     if not reasons and not INTERPRETED:
-        if half and decide("deterministic", _deterministic):
+        if half and decide("deterministic", lambda: frame().deterministic or are_deterministic_algorithms_enabled()):
             reasons = ["deterministic algorithms"]
         elif half and queries % 128:
             reasons = ["cuDNN would build a plan for this length, no multiple of 128"]
@@ -558,10 +545,6 @@ def serves(
     if queries < keys and _graded(q, k, v):
         return "torch: gradients of the last queries of longer rows"
     return "Triton: " + (", ".join(reasons) or "whatever the interpreter can")
-
-
-def _deterministic() -> bool:
-    return frame().deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 def _graded(*tensors: Tensor) -> bool:
@@ -583,9 +566,8 @@ def attention(
     keys ≥ queries; the last query stands at the last key.  spans: where the documents of the queries start and end
     (:func:`document_spans`), or where they start alone, [batch, queries] integers; None: one document, from 0.  window
     and softcap None: none; scale (positive) None: head_dim ** -0.5.  fp64, fp32, bf16 or fp16; softmax and sums in
-    fp32 (fp64 for fp64).  Any strides; views of one wider product are read as they are.
-
-    A step of decoding (:mod:`lorarun.kernels.decode_attention`) is told by its ``spans``; the window is in its cache.
+    fp32 (fp64 for fp64).  Any strides; views of one wider product are read as they are.  A step of decoding
+    (:mod:`lorarun.kernels.decode_attention`) is told by its ``spans``; the window is in its cache.
 
     Returns [batch, queries, heads, head_dim] in the dtype of q.  Differentiable once in q, k and v.
     """

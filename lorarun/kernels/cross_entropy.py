@@ -268,7 +268,7 @@ def linear_cross_entropy(
 
 @torch.no_grad()
 def linear_scores(
-    hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None, scale: float = 1.0
+    hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """What :func:`linear_cross_entropy` gives, and whether greedy decoding would have chosen each target: [rows] bool.
 
@@ -281,6 +281,6 @@ def linear_scores(
     for at in range(0, len(hidden), rows):
         part = slice(at, at + rows)
         losses[part], _ = _chunk(
-            hidden[part], weight, targets[part], softcap, scale, 0.0, fused, gradient=False, hit=hits[part]
+            hidden[part], weight, targets[part], softcap, 1.0, 0.0, fused, gradient=False, hit=hits[part]
         )
     return losses, hits
