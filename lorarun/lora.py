@@ -320,9 +320,8 @@ def lora_parameters(model: Model, name: str | None = None) -> list[nn.Parameter]
     """
     name = model.active if name is None else name
     if name not in model.adapters:
-        raise ValueError(
-            f"There is no adapter {name!r}; the model has {', '.join(model.adapters) or 'none: call add_lora'}."
-        )
+        what = "No adapter is active" if name is None else f"There is no adapter {name!r}"
+        raise ValueError(f"{what}; the model has {', '.join(model.adapters) or 'none: call add_lora'}.")
     return parameters_of(model, name)
 
 

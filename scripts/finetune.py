@@ -30,7 +30,7 @@ from lorarun.train import accumulated, tokens
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a local folder, a hub id (owner/name) or an alias such as llama-3.2-1b-instruct")
+    parser.add_argument("model", help="a local folder (of a model or an adapter), a hub id (owner/name) or an alias")
     parser.add_argument("--data", required=True, action="append", help="file or folder to learn from; may be repeated")
     parser.add_argument("--eval", help="file of held-out rows, whose loss is measured before and after")
     parser.add_argument("--question", help="ask this before and after")
@@ -65,7 +65,8 @@ def main() -> None:
         raise ValueError(f"--steps {args.steps} --epochs {args.epochs}: expected positive numbers")
     rows, held_rows = read_rows(*args.data), read_rows(args.eval) if args.eval else None  # a wrong name is said at once
     model = lorarun.load(args.model, bits=args.bits, device=args.device, template=args.template)
-    lorarun.add_lora(model, r=args.rank, alpha=args.alpha, seed=args.seed)
+    if not model.adapters:  # the folder of an adapter brings one, which is trained further
+        lorarun.add_lora(model, r=args.rank, alpha=args.alpha, seed=args.seed)
     how = {"max_tokens": args.max_tokens, "fold_system": args.fold_system}
     data = prepare(rows, model.tokenizer, **how)
     held = lorarun.batches(held_rows, model.tokenizer, **how) if held_rows is not None else None

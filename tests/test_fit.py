@@ -609,6 +609,25 @@ def test_the_open_loop_is_the_loop_of_fit(tiny, tmp_path, monkeypatch, capsys):
     )
     assert lines == others
 
+    more = [
+        SCRIPT,
+        out / "adapter",
+        *files,
+        "--device",
+        "cpu",
+        "--steps",
+        1,
+        "--max-tokens",
+        150,
+        "--out",
+        tmp_path / "on",
+    ]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in more])
+    runpy.run_path(str(SCRIPT), run_name="__main__")  # trains the adapter further
+    on = load_file(tmp_path / "on" / "adapter" / "adapter_model.safetensors")
+    far = sum((on[key] - tensor).square().sum() for key, tensor in ours.items()).sqrt()
+    assert on.keys() == ours.keys() and 0 < far < 0.1 * sum(t.square().sum() for t in ours.values()).sqrt()
+
 
 def test_it_is_short_enough_to_copy():
     assert len(SCRIPT.read_text().splitlines()) <= 120
