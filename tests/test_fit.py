@@ -391,6 +391,15 @@ def test_a_watcher_that_is_not_installed_is_named(model, tmp_path, monkeypatch, 
 # --- stopping --------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def ctrl_c():
+    """As in a terminal: a program that was started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_saves_what_is_trained(model, tmp_path, capsys):
     on_forward(model, 4, lambda out: signal.raise_signal(signal.SIGINT))
     result = lorarun.fit(model, ROWS, tmp_path / "out", steps=9, lr=1e-2, max_tokens=150, warmup=0, eval_rows=ROWS[:2])
