@@ -479,7 +479,7 @@ def _heads_at_once(seq: int, group: int) -> int:
     """How many key heads cuDNN's backward is given at a time.
 
     Its workspace is 8 bytes × heads × head_dim a token, 32 KiB for 32 heads of 128, which would be a third of what a
-    long row needs under the policy that needs least.  From 131,072 rows (queries × heads) a call keeps the GPU busy.
+    long row needs under the policy that needs least.  131,072 rows (queries × heads) a call are to keep the GPU busy.
     """
     return max(1, -(-131_072 // (seq * group))) if seq >= 16_384 else 2**31
 

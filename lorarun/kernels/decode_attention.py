@@ -19,7 +19,7 @@ from lorarun.kernels.backend import INTERPRETED, runs_triton, tl, triton
 
 BUSY = 528  # programs that a GPU wants at the least: four on each multiprocessor of an H200
 SPLITS = 64  # parts of a row at the most
-BLOCK, WARPS, STAGES = 64, 4, 3  # slots of a tile, half as many for heads wider than 128
+BLOCK, WARPS, STAGES = 64, 4, 3  # slots of a tile, half as many for heads wider than 128; not measured yet
 
 
 class Step(NamedTuple):

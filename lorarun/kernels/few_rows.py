@@ -387,7 +387,7 @@ def _constants(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return values.to(device), torch.tensor(_planes(dtype), dtype=torch.int32, device="cpu").to(device)
 
 
-# (BLOCK_N, U, warps, stages) by the rows of x up to which they serve
+# (BLOCK_N, U, warps, stages) by the rows of x up to which they serve; not measured yet
 Tile = tuple[int, int, int, int]
 TILES: dict[int, Tile] = {8: (16, 16, 8, 3), 16: (16, 16, 8, 3), 32: (16, 8, 8, 3), 64: (32, 8, 8, 2)}
 
