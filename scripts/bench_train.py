@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-dense", choices=("yes", "no"), help="16-bit copies of stored weights; else as planned")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--dora", action="store_true", help="adapters with magnitudes; of lorarun alone, not the peers")
     parser.add_argument("--peers", default="", help=f"some of {','.join(PEERS)}; '-off': without checkpointing")
 
 
@@ -218,7 +219,7 @@ def planned(model: Model, args: argparse.Namespace) -> dict[str, Any]:
 def ours(args: argparse.Namespace) -> dict[str, Any]:
     config = bench_models.CONFIGS[args.model]
     model = bench_models.build(config, args.bits)
-    lorarun.add_lora(model, r=RANK, alpha=RANK, dropout=args.dropout, seed=0)
+    lorarun.add_lora(model, r=RANK, alpha=RANK, dropout=args.dropout, dora=args.dora, seed=0)
     bench_models.same_adapters(model)
     predicted = planned(model, args)
     batches = bench_models.batches(config["vocab_size"], args.batch, args.seq, args.documents)

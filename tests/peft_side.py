@@ -37,7 +37,7 @@ def fill(model: torch.nn.Module, size: float = 0.1, seed: int = 1) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            noise = size * torch.randn(parameter.shape, generator=generator)
+            noise = (size * torch.randn(parameter.shape, generator=generator)).to(parameter.device)
             if ".lora_magnitude_vector." in name:
                 parameter.mul_(1 + 2 * noise)
             elif parameter.requires_grad and (name.endswith(".bias") or ".lora_bias." in name):

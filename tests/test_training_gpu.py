@@ -76,8 +76,8 @@ def gradients(model, batch, forced):
     return grads
 
 
-def curve(model, batches, forced, steps=50):
-    optimizer = torch.optim.AdamW(lorarun.lora_parameters(model), lr=2e-3, fused=True)
+def curve(model, batches, forced, steps=50, lr=2e-3):
+    optimizer = torch.optim.AdamW(lorarun.lora_parameters(model), lr=lr, fused=True)
     losses = []
     with reference() if forced else contextlib.nullcontext():
         for step in range(steps):
@@ -121,15 +121,25 @@ def test_gradients_and_fifty_steps(device, name, bits):
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_hundred_steps_under_each_policy(device, packed, monkeypatch):
-    """Eager under each policy, and captured; on NF4, packed texts or dense rows, beside the reference path's curve."""
-    batches = data(device)
+    """Eager under each policy, and captured; on NF4, packed texts or dense rows, beside the reference path's curve.
+
+    What is allowed is twice the largest distance from fp32 of three runs of the reference path in bf16, of which two
+    begin a rounding beside the first: curves that learn by heart drift apart, each at a rate of its own.
+    """
+    batches, how = data(device), dict(steps=100, lr=5e-4)
     if not packed:
         batches = [{key: value for key, value in batch.items() if key != "documents"} for batch in batches]
     model = make("llama", 4, device)
     start = [parameter.detach().clone() for parameter in lorarun.lora_parameters(model)]
-    exact, plain = copy.deepcopy(model).float(), copy.deepcopy(model)
-    in_fp32 = curve(exact, batches, forced=True, steps=100)
-    noise = (curve(plain, batches, forced=True, steps=100) - in_fp32).square().mean().sqrt()
+    in_fp32 = curve(copy.deepcopy(model).float(), batches, forced=True, **how)
+    noises = []
+    for seed in range(3):
+        plain, generator = copy.deepcopy(model), torch.Generator(device).manual_seed(seed)
+        for parameter in lorarun.lora_parameters(plain) if seed else ():
+            beside = torch.randn(parameter.shape, generator=generator, device=device)
+            parameter.data *= 1 + torch.finfo(torch.bfloat16).eps * beside
+        noises.append((curve(plain, batches, forced=True, **how) - in_fp32).square().mean().sqrt())
+    noise = max(noises)
     assert in_fp32[-4:].mean() < in_fp32[:4].mean() - 0.3
     print(f"\n{'reference':<12}", *(f"{x:.3f}" for x in in_fp32[::10]))
     for name in (*POLICIES, "captured"):
@@ -140,7 +150,7 @@ def test_a_hundred_steps_under_each_policy(device, packed, monkeypatch):
                 patch.setattr(graph, "WORK", 0.0)
             lorarun.plan(model, TOKENS, policy="keep" if name == "captured" else name)
             before = model.graphs.replays if model.graphs else 0
-            ours = curve(model, batches, forced=False, steps=100)
+            ours = curve(model, batches, forced=False, **how)
         replays = model.graphs.replays - before
         assert replays >= 90 if name == "captured" else replays == 0
         error = (ours - in_fp32).square().mean().sqrt()

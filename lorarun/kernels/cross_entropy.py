@@ -68,11 +68,18 @@ def hits_reference(z: Tensor, targets: Tensor) -> Tensor:
 
 @triton.jit
 def _capped(b_z, scale, cap, CAP: tl.constexpr):
-    """cap · tanh(scale · z / cap) in fp32; the exponential form of tanh overflows on neither side."""
+    """cap · tanh(x) for x = scale · z / cap, and tanh's slope 1 − tanh²(x) = 4e / (1 + e)² for e = exp(−2|x|), fp32.
+
+    The difference would lose the digits of a slope near 0, and what is above 1 / ε would overflow.
+    """
     b_z = b_z.to(tl.float32) * scale
+    b_s = 1.0
     if CAP:
-        b_z = cap * (2.0 / (1.0 + tl.exp(-2.0 * (b_z / cap))) - 1.0)
-    return b_z
+        b_e = tl.exp(-2.0 * tl.abs(b_z / cap))
+        b_t = cap * (1.0 - b_e) / (1.0 + b_e)
+        b_z = tl.where(b_z < 0, -b_t, b_t)
+        b_s = 4.0 * b_e / ((1.0 + b_e) * (1.0 + b_e))
+    return b_z, b_s
 
 
 @triton.jit
@@ -98,7 +105,7 @@ def _loss(
         earlier, sum_z = -float("inf"), 0.0  # the highest before the target; all, for their mean
         for at in range(0, vocab, BLOCK):
             m_v = at + o_v < vocab
-            b_z = _capped(tl.load(p_row + at + o_v, mask=m_v, other=0.0), scale, cap, CAP)
+            b_z, _ = _capped(tl.load(p_row + at + o_v, mask=m_v, other=0.0), scale, cap, CAP)
             if SMOOTH:
                 sum_z += tl.sum(b_z, axis=0)  # what lies beyond the vocabulary is 0, capped or not
             b_z = tl.where(m_v, b_z, -float("inf"))
@@ -108,7 +115,7 @@ def _loss(
             total = total * tl.exp(top - higher) + tl.sum(tl.exp(b_z - higher), axis=0)
             top = higher
         lse = top + tl.log(total)
-        picked = _capped(tl.load(p_row + target), scale, cap, CAP)
+        picked, _ = _capped(tl.load(p_row + target), scale, cap, CAP)
         if HIT:
             tl.store(p_hit + row, ((picked > earlier) & (picked >= top)).to(tl.int8))
         if SMOOTH:
@@ -118,13 +125,13 @@ def _loss(
         if GRAD:
             for at in range(0, vocab, BLOCK):
                 m_v = at + o_v < vocab
-                b_z = _capped(tl.load(p_row + at + o_v, mask=m_v, other=0.0), scale, cap, CAP)
+                b_z, b_s = _capped(tl.load(p_row + at + o_v, mask=m_v, other=0.0), scale, cap, CAP)
                 b_g = tl.exp(b_z - lse) - tl.where(at + o_v == target, 1.0 - smoothing, 0.0)
                 if SMOOTH:
                     b_g -= smoothing / vocab
                 b_g *= scale
                 if CAP:
-                    b_g *= 1.0 - (b_z / cap) * (b_z / cap)
+                    b_g *= b_s
                 tl.store(p_row + at + o_v, b_g.to(p_z.dtype.element_ty), mask=m_v)
 
 

@@ -160,6 +160,14 @@ def _block(at, o_u, blocks, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _byte(p, o):
+    """Bytes by way of the words that they lie in.  Where a weight is multiplied by a scale, Triton (3.6, 3.9) takes the
+    narrowest load of both for the width of the codes, and gives each thread more columns than these products have."""
+    at = (p + o).to(tl.int64)
+    return (tl.load((at & -4).to(tl.pointer_type(tl.int32))) >> ((at & 3) * 8).to(tl.int32)) & 255
+
+
+@triton.jit
 def _nf4(
     p_x, stride_x, rows, p_codes, p_absmax, p_nested, p_map, p_offset, p_values, p_planes, o_n, blocks, group,
     DOUBLE: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -187,9 +195,10 @@ def _nf4(
         o_b = _block(at, o_u, blocks, EVEN)
         b_w = tl.load(p_w + o_b[:, None, None] * 8)
         o_s = (first[None, :] + o_b[:, None]) // group
-        b_s = tl.load(p_absmax + o_s)
         if DOUBLE:
-            b_s = tl.load(p_map + b_s.to(tl.int32)) * tl.load(p_nested + o_s // 256) + offset
+            b_s = tl.load(p_map + _byte(p_absmax, o_s)) * tl.load(p_nested + o_s // 256) + offset
+        else:
+            b_s = tl.load(p_absmax + o_s)
         if not EVEN:
             b_s = tl.where((at + o_u < blocks)[:, None], b_s, 0.0)
         v0, v1, v2, v3, v4, v5, v6, v7 = _values(b_w, t0, t1, t2, t3, t4, t5, t6, t7, p_values, dtype, ASM)

@@ -103,7 +103,7 @@ def test_gated(device: Any, act: str) -> None:
     check(device, 3, 128, [40, 40], "fp8", [0, 0], act=act, bias=True)
 
 
-@pytest.mark.parametrize("rows", [33, 64])
+@pytest.mark.parametrize("rows", [17, 33, 64])
 def test_many_rows(device: Any, rows: int) -> None:
     check(device, rows, 128, [32], "nf4", [8], residual=True)
 
@@ -141,7 +141,7 @@ def test_programs_may_begin_in_any_order(device: Any, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 8, 16, 64])
+@pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
 def test_real_shapes(device: Any, rows: int) -> None:
     check(device, rows, 4096, [4096, 1024, 1024], "nf4", [16, 16, 16], dtype=torch.bfloat16)
     check(device, rows, 14336, [4096], "nf4", [16], residual=True, dtype=torch.bfloat16)
@@ -149,7 +149,7 @@ def test_real_shapes(device: Any, rows: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 3, 9, 33, 63])
+@pytest.mark.parametrize("rows", [1, 3, 9, 29, 33, 63])
 @pytest.mark.parametrize("kind", ["nf4", "nf4-single", "nf4-128", "fp8", "fp8-blocks"])
 def test_odd_sizes(device: Any, rows: int, kind: str) -> None:
     """Rows that fill no tile, weights whose last rows fill none, columns that fill no round of the loop."""
