@@ -1,8 +1,10 @@
 """Dropout whose mask is computed, not drawn.
 
-Whether element e of an input is kept is a function of (seed, stream, e) through Philox-4x32-10 (Salmon et al. 2011,
-"Parallel random numbers: as easy as 1, 2, 3"), not of a generator's state.  So a mask needs no storage, a recomputed
-forward draws the same one, and a kernel that holds any tile of the input can draw its part.
+Whether element e of an input is kept is a function of (seed, stream, e) through Philox-4x32-7 (Salmon et al. 2011,
+"Parallel random numbers: as easy as 1, 2, 3": seven rounds are the fewest that pass BigCrush), not of a generator's
+state.  So a mask needs no storage, a recomputed forward draws the same one, and a kernel that holds any tile of the
+input can draw its part.  15 bits decide on an element, eight elements share a block of Philox: drawing has to be cheap
+beside reading an element, so a probability is a multiple of 2⁻¹⁵.
 """
 
 from __future__ import annotations
@@ -12,13 +14,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lorarun.kernels.arithmetic import PTX, once
 from lorarun.kernels.backend import tl, triton
 
 _LOW = 0xFFFFFFFF
+ROUNDS = tl.constexpr(7)
+# Two 15-bit numbers $2 plus 2¹⁵ − cut have their bit 15 set where they reach cut; that bit, spread, masks the pair $1.
+MASK = tl.constexpr(
+    "{.reg .b32 t; and.b32 t, $2, 0x7FFF7FFF; add.u32 t, t, $3; prmt.b32 t, t, t, 0xBB99; and.b32 $0, $1, t;}"
+)
 
 
 class Dropout(NamedTuple):
-    """Zero an element with probability ``p``; the mask is that of (seed, stream), of 63 and 31 bits.
+    """Zero an element with probability ``p``, to 15 bits; the mask is that of (seed, stream), of 63 and 31 bits.
 
     A seed on the device (an int64 scalar) is read when the mask is drawn, so that a CUDA graph can be given another.
     ``row`` is where the rows at hand start in the input that the mask belongs to, when they are a part of it.
@@ -31,8 +39,8 @@ class Dropout(NamedTuple):
 
 
 def philox_rounds(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Any, k1: Any) -> tuple[Tensor, ...]:
-    """Ten rounds of Philox-4x32: four 32-bit words (held in int64) from a counter of four words and a key of two."""
-    for _ in range(10):
+    """Seven rounds of Philox-4x32: four 32-bit words (held in int64) from a counter of four words and a key of two."""
+    for _ in range(7):
         # 32 × 32 → 64 bits: int64 multiplication wraps, which leaves both halves right.
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c2 = ((p1 >> 32) & _LOW) ^ c1 ^ k0, ((p0 >> 32) & _LOW) ^ c3 ^ k1
@@ -53,33 +61,57 @@ def philox(seed: int | Tensor, stream: int, count: int, device: torch.device, st
 
 
 def threshold(p: float) -> int:
-    """An element is dropped when its 32-bit number is below this."""
-    return min(round(p * 2**32), _LOW)
+    """An element is dropped when its 15-bit number is below this."""
+    return min(round(p * 2**15), 2**15 - 1)
 
 
 def dropout(x: Tensor, p: float, seed: int | Tensor, stream: int, row: int = 0) -> Tensor:
-    """Zero each element of ``x`` with probability ``p`` (a multiple of 2⁻³²) and divide the others by 1 − p."""
-    mask = philox(seed, stream, x.numel(), x.device, row * x.shape[-1]).view(x.shape) >= threshold(p)
-    return torch.where(mask, x / (1.0 - p), torch.zeros((), dtype=x.dtype, device=x.device))
+    """Zero each element of ``x`` with probability ``p``, rounded to a multiple of 2⁻¹⁵, and divide the others by 1 − p.
+
+    Element e takes the low 15 bits of half e % 2, the low half first, of word e // 2.
+    """
+    cut, first = threshold(p), row * x.shape[-1]
+    words = philox(seed, stream, x.numel() // 2 + 2, x.device, first // 2)
+    numbers = torch.stack((words, words >> 16), dim=-1).flatten()[first % 2 :][: x.numel()] & 0x7FFF
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    return torch.where(numbers.view(x.shape) >= cut, x / (1.0 - cut / 2**15), zero)
 
 
 @triton.jit
-def kept(row, o_c, cols, seed, stream, cut, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The mask [BLOCK_M, BLOCK_C] of elements row · cols + column that survive; columns start at o_c, a multiple of
-    4."""
-    o_b = (row[:, None] * cols + o_c) // 4 + tl.arange(0, BLOCK_C // 4)[None, :]
-    low = (o_b & 0xFFFFFFFF).to(tl.uint32)
-    high = (o_b >> 32).to(tl.uint32)
-    zero = tl.zeros_like(low)
+def drawn(row, o_c, cols, seed, stream, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The numbers int16 [BLOCK_M, BLOCK_C] of elements row · cols + column, for columns from o_c, a multiple of 8, on.
+    Of each the low 15 bits count."""
+    o_b = (row[:, None] * cols + o_c) // 8 + tl.arange(0, BLOCK_C // 8)[None, :]
     if tl.constexpr(seed.dtype.is_ptr()):
         seed = tl.load(seed)
-    w0, w1, w2, w3 = tl.philox(seed, low, high, zero + stream.to(tl.uint32), zero)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [BLOCK_M, BLOCK_C / 4, 2, 2], in the order w0 w1 w2 w3
-    return tl.reshape(words, [BLOCK_M, BLOCK_C]).to(tl.uint32) >= cut.to(tl.uint32)
+    seed = seed.to(tl.int64)
+    k0, k1 = (seed & 0xFFFFFFFF).to(tl.uint32), (seed >> 32).to(tl.uint32)
+    c0, c1 = (o_b & 0xFFFFFFFF).to(tl.uint32), (o_b >> 32).to(tl.uint32)
+    c3 = tl.zeros_like(c0)
+    c2 = c3 + stream.to(tl.uint32)
+    for _ in tl.static_range(ROUNDS):
+        # One product of 64 bits, where tl.philox takes its halves apart.
+        p0, p1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c2 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = p1.to(tl.uint32), p0.to(tl.uint32)
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    words = once(tl.join(tl.join(c0, c2), tl.join(c1, c3)))  # [BLOCK_M, BLOCK_C / 8, 2, 2], in the order 0 1 2 3
+    return tl.reshape(tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)), [BLOCK_M, BLOCK_C])
+
+
+@triton.jit
+def masked(b_x, b_n, cut):
+    """b_x, and 0 where the number that was drawn is below ``cut``."""
+    if PTX and b_x.dtype.primitive_bitwidth == 16:
+        b_c = tl.full(b_x.shape, 0, tl.int32) + (0x8000 - cut) * 0x10001
+        return tl.inline_asm_elementwise(MASK, "=r,r,r,r,r", [b_x, b_n, b_c], dtype=b_x.dtype, is_pure=True, pack=2)
+    else:
+        return tl.where((b_n & 0x7FFF) >= cut, b_x, 0.0).to(b_x.dtype)
 
 
 def masking(drop: Dropout | None) -> tuple[int | Tensor, int, int, int, float]:
     """A mask as kernels take it: (seed, stream, first row, threshold, factor of what is kept)."""
     if drop is None:
         return 0, 0, 0, 0, 1.0
-    return drop.seed, drop.stream, drop.row, threshold(drop.p), 1.0 / (1.0 - drop.p)
+    cut = threshold(drop.p)
+    return drop.seed, drop.stream, drop.row, cut, 1.0 / (1.0 - cut / 2**15)

@@ -15,8 +15,8 @@ block in fp32: values are rounded once, to 16 bits.
 The warps of a program share its rows of W and divide the columns among them, in a fixed pattern that depends on tiles
 alone: the same bits every time, and for a row whatever stands beside it in a tile of rows.
 
-A's rows are programs of the same launch, the first ones.  The others wait for what these have written before they add
-B's part, long after it is there.  First are those that begin first: each program takes the next number when it begins.
+u = x · Aᵀ is made by programs of the same launch, the first ones.  The others wait for it before they add B's part,
+long after it is there.  First are those that begin first: each program takes the next number when it begins.
 A program's place in the grid would not do, since nothing promises that a GPU begins low places before high ones; where
 it does not, those that wait could fill it, and what they wait for would never begin.
 """
@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lorarun.kernels.arithmetic import PTX
 from lorarun.kernels.backend import INTERPRETED, runs_triton, tl, triton
 from lorarun.kernels.fp8 import FP8, _decode, fp8_dequantize_reference
 from lorarun.kernels.gated import ACTIVATIONS, _activation
@@ -40,6 +41,7 @@ from lorarun.kernels.nf4 import NF4, VALUES, nf4_dequantize_reference, tables
 
 ROWS = 64  # the most that these kernels take
 MAX_WIDTH = 64  # of adapters' slots
+FLAGS = 4  # of a launch: whether u is there, programs that have begun, parts of u that are there; one to fill 16 bytes
 WHOLE = 1 << 30  # a block of scales as wide as any row
 
 
@@ -125,9 +127,9 @@ def _look_up(p_values, code):
 
 
 @triton.jit
-def _values(b_w, t0, t1, t2, t3, t4, t5, t6, t7, p_values, dtype: tl.constexpr, ASM: tl.constexpr):
+def _values(b_w, t0, t1, t2, t3, t4, t5, t6, t7, p_values, dtype: tl.constexpr):
     """The eight values of each word, 16 bits, in the order of the weight's columns."""
-    if ASM:
+    if PTX:
         v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
             PERMUTE, OPERANDS, [b_w, t0, t1, t2, t3, t4, t5, t6, t7],
             dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
@@ -169,11 +171,11 @@ def _byte(p, o):
 
 @triton.jit
 def _nf4(
-    p_x, stride_x, rows, p_codes, p_absmax, p_nested, p_map, p_offset, p_values, p_planes, o_n, blocks, group,
-    DOUBLE: tl.constexpr, ASM: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
+    p_x, stride_x, rows, p_codes, p_absmax, p_nested, p_map, p_offset, p_values, p_planes, o_n, blocks,
+    GROUP: tl.constexpr, DOUBLE: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
     U: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(x · Wᵀ)ᵀ for rows o_n of a weight in NF4, fp32 [BLOCK_N, M]; ``group`` blocks of 64 share a scale.
+    """(x · Wᵀ)ᵀ for rows o_n of a weight in NF4, fp32 [BLOCK_N, M]; GROUP blocks of 64 share a scale.
 
     From 32 rows of x on there are more sums than weights, and the registers of a second set of them: then scales
     multiply the weights, which are rounded twice more.
@@ -194,14 +196,14 @@ def _nf4(
     for at in tl.range(0, blocks, U, num_stages=STAGES):
         o_b = _block(at, o_u, blocks, EVEN)
         b_w = tl.load(p_w + o_b[:, None, None] * 8)
-        o_s = (first[None, :] + o_b[:, None]) // group
+        o_s = (first[None, :] + o_b[:, None]) // GROUP
         if DOUBLE:
             b_s = tl.load(p_map + _byte(p_absmax, o_s)) * tl.load(p_nested + o_s // 256) + offset
         else:
             b_s = tl.load(p_absmax + o_s)
         if not EVEN:
             b_s = tl.where((at + o_u < blocks)[:, None], b_s, 0.0)
-        v0, v1, v2, v3, v4, v5, v6, v7 = _values(b_w, t0, t1, t2, t3, t4, t5, t6, t7, p_values, dtype, ASM)
+        v0, v1, v2, v3, v4, v5, v6, v7 = _values(b_w, t0, t1, t2, t3, t4, t5, t6, t7, p_values, dtype)
         p_k = p_x + o_b[:, None, None] * 64
         x0, x1, x2, x3 = tl.load(p_k), tl.load(p_k + 2), tl.load(p_k + 4), tl.load(p_k + 6)
         w0, w1 = _joined(v0, v1, U, BLOCK_N), _joined(v2, v3, U, BLOCK_N)
@@ -251,73 +253,88 @@ def _fp8(
 
 
 @triton.jit
-def _down(p_x, stride_x, rows, p_a, cols, p_u, stride_u, M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """One row of A with every row of x: a column of u, fp32."""
-    o_m, o_k = tl.arange(0, M), tl.arange(0, BLOCK_K)
-    m_m = o_m < rows
-    b_u = tl.zeros([M, BLOCK_K], tl.float32)
-    for k in tl.range(0, cols, BLOCK_K, num_stages=1):
-        m_k = k + o_k < cols
-        b_a = tl.load(p_a + k + o_k, mask=m_k, other=0.0).to(p_x.dtype.element_ty).to(tl.float32)
-        b_x = tl.load(p_x + o_m[:, None] * stride_x + (k + o_k)[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
-        b_u += b_x.to(tl.float32) * b_a[None, :]
-    tl.store(p_u + o_m * stride_u, tl.sum(b_u, axis=1), mask=m_m)
+def _down(
+    p_x, stride_x, rows, cols, p_parts, p_u, p_flag, part, parts, p_a0, p_a1, p_a2, r0, r1, r2,
+    WIDTH: tl.constexpr, COUNT: tl.constexpr, ALL: tl.constexpr, M: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A block of columns of every A with x: a part of uᵀ [ALL, M].  Who is through last sums all parts in order."""
+    dtype: tl.constexpr = p_x.dtype.element_ty
+    o_c, o_m, o_k = tl.arange(0, ALL), tl.arange(0, M), part * BLOCK_K + tl.arange(0, BLOCK_K)
+    which, within = o_c // WIDTH, o_c % WIDTH
+    r = tl.where(which == 0, r0, tl.where(which == 1, r1, tl.where(which == 2, r2, 0)))
+    p_a = tl.where(which == 0, p_a0, tl.where(which == 1, p_a1, p_a2))
+    m_k, m_m = o_k < cols, o_m < rows
+    b_a = tl.load(
+        p_a[:, None] + within.to(tl.int64)[:, None] * cols + o_k[None, :], mask=(within < r)[:, None] & m_k[None, :],
+        other=0.0,
+    )  # fmt: skip
+    b_x = tl.load(p_x + o_m[None, :] * stride_x + o_k[:, None], mask=m_m[None, :] & m_k[:, None], other=0.0)
+    b_u = tl.dot(b_a.to(dtype), b_x, input_precision=PRECISION)
+    o_u = o_c[:, None] * M + o_m[None, :]
+    tl.store(p_parts + part * (ALL * M) + o_u, b_u)
+    tl.debug_barrier()
+    if tl.atomic_add(p_flag + 2, 1, sem="acq_rel", scope="gpu") == parts - 1:
+        tl.debug_barrier()
+        b_u = tl.zeros([ALL, M], tl.float32)
+        step: tl.constexpr = min(16, max(1, 8192 // (ALL * M)))  # parts that are read at a time
+        o_i = tl.arange(0, step)[:, None, None]
+        for i in range(0, parts, step):
+            o_p = (i + o_i) * (ALL * M) + o_u[None, :, :]
+            b_u += tl.sum(tl.load(p_parts + o_p, mask=i + o_i < parts, other=0.0, cache_modifier=".cg"), axis=0)
+        tl.store(p_u + o_u, b_u)
+        tl.debug_barrier()
+        tl.atomic_xchg(p_flag, 1, sem="release", scope="gpu")
 
 
 @triton.jit
 def _up(
-    b_y, p_bias, p_b, p_u, stride_u, rows, r, s, o_n, m_n, BIAS: tl.constexpr, WIDTH: tl.constexpr,
+    b_y, p_bias, p_b, p_u, r, s, o_n, m_n, BIAS: tl.constexpr, WIDTH: tl.constexpr,
     dtype: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """b_y [BLOCK_N, M] with the bias and the adapter's part, whose u starts at ``p_u``."""
+    """b_y [BLOCK_N, M] with the bias and the adapter's part, whose uᵀ [WIDTH, M] is at ``p_u``."""
     if BIAS:
         b_y += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
     if WIDTH > 0:
         o_r, o_m = tl.arange(0, WIDTH), tl.arange(0, M)
         b_b = tl.load(p_b + o_n[:, None] * r + o_r[None, :], mask=m_n[:, None] & (o_r < r)[None, :], other=0.0)
-        b_u = tl.load(
-            p_u + o_m[None, :] * stride_u + o_r[:, None], mask=(o_m < rows)[None, :] & (o_r < r)[:, None], other=0.0,
-            cache_modifier=".cg",
-        )  # fmt: skip
+        b_u = tl.load(p_u + o_r[:, None] * M + o_m[None, :], cache_modifier=".cg")
         b_y += tl.dot(b_b.to(dtype), b_u.to(dtype), input_precision=PRECISION) * s
     return b_y
 
 
 @triton.jit
-def _await(p_flag, count):
-    """Wait until ``count`` programs of this launch have said that they are through."""
-    while tl.atomic_add(p_flag, 0, sem="acquire", scope="gpu") < count:
+def _await(p_flag):
+    """Wait until u of this launch is there."""
+    while tl.atomic_add(p_flag, 0, sem="acquire", scope="gpu") == 0:
         pass
     tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["rows", "r0", "r1", "r2", "downs"])
 def _few(
-    p_x, stride_x, rows, cols, p_y, stride_y, p_res, stride_res, p_u, p_flag, downs, p_values, p_planes, blocks,
-    group, bm, bn, grid_n,
+    p_x, stride_x, rows, cols, p_y, stride_y, p_res, stride_res, p_parts, p_u, p_flag, downs, p_values, p_planes,
+    blocks, bm, bn, grid_n,
     p_codes0, p_absmax0, p_nested0, p_map0, p_offset0, n0, p_bias0, p_a0, p_b0, r0, s0,
     p_codes1, p_absmax1, p_nested1, p_map1, p_offset1, n1, p_bias1, p_a1, p_b1, r1, s1,
     p_codes2, p_absmax2, p_nested2, p_map2, p_offset2, n2, p_bias2, p_a2, p_b2, r2, s2,
-    FORMAT: tl.constexpr, DOUBLE: tl.constexpr, ASM: tl.constexpr, BIAS: tl.constexpr, COUNT: tl.constexpr,
-    WIDTH: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, DOUBLE: tl.constexpr, BIAS: tl.constexpr, COUNT: tl.constexpr,
+    WIDTH: tl.constexpr, ALL: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, BLOCK_N: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A row of A, or BLOCK_N rows of a weight; with ACT the same rows of two weights.  With adapters the numbers of the
-    programs are in the order in which they begin, so that nobody waits for one that has not."""
+    """A part of u, or BLOCK_N rows of a weight; with ACT the same rows of two weights.  With adapters the numbers of
+    the programs are in the order in which they begin, so that nobody waits for one that has not."""
     if WIDTH > 0:
         pid = tl.atomic_add(p_flag + 1, 1, sem="relaxed", scope="gpu")
     else:
         pid = tl.program_id(0)
     dtype: tl.constexpr = p_x.dtype.element_ty
-    stride_u: tl.constexpr = COUNT * WIDTH
     if WIDTH > 0 and pid < downs:
-        which = tl.where(pid < r0, 0, tl.where(pid < r0 + r1, 1, 2))
-        row = pid - tl.where(pid < r0, 0, tl.where(pid < r0 + r1, r0, r0 + r1))
-        p_a = tl.where(pid < r0, p_a0, tl.where(pid < r0 + r1, p_a1, p_a2))
-        _down(p_x, stride_x, rows, p_a + row.to(tl.int64) * cols, cols, p_u + which * WIDTH + row, stride_u, M, BLOCK_K)
-        tl.debug_barrier()
-        tl.atomic_add(p_flag, 1, sem="release", scope="gpu")
+        _down(
+            p_x, stride_x, rows, cols, p_parts, p_u, p_flag, pid, downs, p_a0, p_a1, p_a2, r0, r1, r2, WIDTH, COUNT,
+            ALL, M, BLOCK_K, PRECISION,
+        )  # fmt: skip
     else:
         tile = pid - downs
         t0, t1 = tl.cdiv(n0, BLOCK_N), tl.cdiv(n0, BLOCK_N) + tl.cdiv(n1, BLOCK_N)
@@ -349,7 +366,7 @@ def _few(
         if FORMAT == "NF4":
             b_y = _nf4(
                 p_x, stride_x, rows, p_codes, p_absmax, p_nested, p_map, p_offset, p_values, p_planes, o_k, blocks,
-                group, DOUBLE, ASM, PRECISION, M, BLOCK_N, U, EVEN, STAGES,
+                GROUP, DOUBLE, PRECISION, M, BLOCK_N, U, EVEN, STAGES,
             )  # fmt: skip
         else:
             b_y = _fp8(
@@ -360,7 +377,7 @@ def _few(
             if FORMAT == "NF4":
                 b_z = _nf4(
                     p_x, stride_x, rows, p_codes1, p_absmax1, p_nested1, p_map1, p_offset1, p_values, p_planes, o_k,
-                    blocks, group, DOUBLE, ASM, PRECISION, M, BLOCK_N, U, EVEN, STAGES,
+                    blocks, GROUP, DOUBLE, PRECISION, M, BLOCK_N, U, EVEN, STAGES,
                 )  # fmt: skip
             else:
                 b_z = _fp8(
@@ -368,13 +385,13 @@ def _few(
                     U, EVEN, STAGES,
                 )  # fmt: skip
         if WIDTH > 0:
-            _await(p_flag, downs)
+            _await(p_flag)
         b_y = _up(
-            b_y, p_bias, p_b, p_u + which * WIDTH, stride_u, rows, r, s, o_n, m_n, BIAS, WIDTH, dtype, PRECISION, M
+            b_y, p_bias, p_b, p_u + which * (WIDTH * M), r, s, o_n, m_n, BIAS, WIDTH, dtype, PRECISION, M
         )  # fmt: skip
         if ACT is not None:
             b_z = _up(
-                b_z, p_bias1, p_b1, p_u + WIDTH, stride_u, rows, r1, s1, o_n, m_n, BIAS, WIDTH, dtype, PRECISION, M
+                b_z, p_bias1, p_b1, p_u + WIDTH * M, r1, s1, o_n, m_n, BIAS, WIDTH, dtype, PRECISION, M
             )  # fmt: skip
             b_a, _ = _activation(b_y, ACT)
             b_y = b_a * b_z
@@ -432,12 +449,15 @@ def _launch(
     m = max(8, triton.next_power_of_2(rows))
     block_n, u, warps, stages = TILES[m] if tile is None else tile
     values, planes = _constants(x.device, x.dtype)
-    width, downs = slot(branches), sum(branch.rank for branch in branches)
+    width = slot(branches)
+    every = max(16, triton.next_power_of_2(len(weights) * width))
+    block_k = max(16, min(512, 8192 // triton.next_power_of_2(every + m)))
+    downs = triton.cdiv(cols, block_k) if width else 0
     wide = weights[0].rows if act is not None else sum(weight.rows for weight in weights)
     y = torch.empty((rows, wide), dtype=x.dtype, device=x.device)
-    hidden = torch.empty((rows, len(weights) * width), dtype=torch.float32, device=x.device) if width else y
+    hidden = torch.empty((downs + 1, every, m), dtype=torch.float32, device=x.device) if width else y[None]
     if width and flag is None:
-        flag = torch.zeros(2, dtype=torch.int32, device=x.device)
+        flag = torch.zeros(FLAGS, dtype=torch.int32, device=x.device)
     present = next((branch for branch in branches if branch.rank), Branch(0))
     arguments: list[Any] = []
     for i in range(3):
@@ -454,12 +474,12 @@ def _launch(
     tiles = triton.cdiv(wide, block_n) if act is not None else sum(triton.cdiv(w.rows, block_n) for w in weights)
     _few[(downs + tiles,)](
         x, x.stride(0), rows, cols, y, y.stride(0), residual, 0 if residual is None else residual.stride(0),
-        hidden, flag, downs, values, planes, blocks, first.block // 64 if nf4 else 1,
+        hidden, hidden[downs], flag, downs, values, planes, blocks,
         bm, WHOLE if bn >= cols else bn // 32, triton.cdiv(cols, bn), *arguments,
         FORMAT="NF4" if nf4 else "FP8", DOUBLE=isinstance(first.part, NF4) and first.part.offset is not None,
-        ASM=not INTERPRETED and torch.version.hip is None, BIAS=biases[0] is not None, COUNT=len(weights), WIDTH=width,
+        GROUP=first.block // 64 if nf4 else 1, BIAS=biases[0] is not None, COUNT=len(weights), WIDTH=width, ALL=every,
         RESIDUAL=residual is not None, ACT=act, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", M=m,
-        BLOCK_N=block_n, U=u, EVEN=blocks % u == 0, STAGES=stages, BLOCK_K=max(256, 4096 // m),
+        BLOCK_N=block_n, U=u, EVEN=blocks % u == 0, STAGES=stages, BLOCK_K=block_k,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y
@@ -480,7 +500,7 @@ def few_rows(
     """x [rows, in] with up to three weights side by side → [rows, Σ out], or with ``act`` act(first) · second.
 
     biases [out] or None and branches as in :class:`lorarun.kernels.lora.Branch` for each weight; residual [rows, Σ out]
-    is added at the end.  Not differentiable.  flag: int32 [2], zeros, which no other launch uses; made if None.
+    is added at the end.  Not differentiable.  flag: int32 [4], zeros, which no other launch uses; made if None.
     Bytes moved: codes and scales once, A and B once.
     """
     if serves(x, weights, biases, branches):

@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lorarun.kernels.arithmetic import rounded, sigmoid
 from lorarun.kernels.backend import runs_triton, tl, triton
-from lorarun.kernels.dropout import Dropout, kept, masking
+from lorarun.kernels.dropout import Dropout, drawn, masked, masking
 from lorarun.kernels.lora import Branch, row_groups, tile
 
 
@@ -46,14 +47,14 @@ def gated_reference(gate: Tensor, up: Tensor, act: str) -> Tensor:
 def _activation(b_g, ACT: tl.constexpr):
     """(act(g), act'(g)) in fp32."""
     if ACT == "silu":
-        b_s = 1.0 / (1.0 + tl.exp(-b_g))
+        b_s = sigmoid(b_g)
         return b_g * b_s, b_s * (1.0 + b_g * (1.0 - b_s))
     elif ACT == "gelu":
         b_cdf = 0.5 * (1.0 + tl.erf(b_g * 0.7071067811865476))
         return b_g * b_cdf, b_cdf + b_g * 0.3989422804014327 * tl.exp(-0.5 * b_g * b_g)
     else:
         b_z = 0.7978845608028654 * (b_g + 0.044715 * b_g * b_g * b_g)
-        b_t = 2.0 / (1.0 + tl.exp(-2.0 * b_z)) - 1.0  # tanh, without overflow on either side
+        b_t = 2.0 * sigmoid(2.0 * b_z) - 1.0  # tanh, without overflow on either side
         b_dz = 0.7978845608028654 * (1.0 + 0.134145 * b_g * b_g)
         return 0.5 * b_g * (1.0 + b_t), 0.5 * (1.0 + b_t) + 0.5 * b_g * (1.0 - b_t * b_t) * b_dz
 
@@ -66,7 +67,7 @@ def _forward(p_g, p_u, p_y, cols, stride_g, stride_u, ACT: tl.constexpr, BLOCK: 
     b_g = tl.load(p_g + row * stride_g + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_u = tl.load(p_u + row * stride_u + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_a, _ = _activation(b_g, ACT)
-    b_a = b_a.to(p_y.dtype.element_ty).to(tl.float32)
+    b_a = rounded(b_a, p_y.dtype.element_ty)
     tl.store(p_y + row * cols + o_c, (b_a * b_u).to(p_y.dtype.element_ty), mask=m_c)
 
 
@@ -82,7 +83,7 @@ def _backward(
     b_g = tl.load(p_g + row * stride_g + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_u = tl.load(p_u + row * stride_u + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_a, b_da = _activation(b_g, ACT)
-    b_a = b_a.to(dtype).to(tl.float32)
+    b_a = rounded(b_a, dtype)
     tl.store(p_dg + row * stride_d + o_c, (b_dy * b_u * b_da).to(dtype), mask=m_c)
     tl.store(p_du + row * stride_d + o_c, (b_dy * b_a).to(dtype), mask=m_c)
 
@@ -125,7 +126,7 @@ def _adapted(p_x, p_u, o_x, o_m, m_m, mask, b_b, scale, SLOT: tl.constexpr, WIDT
         precision: tl.constexpr = "ieee" if IEEE else "tf32"
         o_u = o_m[:, None] * (2 * WIDTH) + SLOT * WIDTH + tl.arange(0, WIDTH)[None, :]
         b_l = tl.load(p_u + o_u, mask=m_m[:, None], other=0.0)
-        b_x = (b_x + tl.dot(b_l, b_b, input_precision=precision) * scale).to(p_x.dtype.element_ty).to(tl.float32)
+        b_x = rounded(b_x + tl.dot(b_l, b_b, input_precision=precision) * scale, p_x.dtype.element_ty)
     return b_x
 
 
@@ -150,7 +151,7 @@ def _adapted_forward(
         b_g = _adapted(p_gu, p_u, o_gu, o_m, m_m, mask, b_bg, s_g, 0, WIDTH, IEEE)
         b_u = _adapted(p_gu + inner, p_u, o_gu, o_m, m_m, mask, b_bu, s_u, 1, WIDTH, IEEE)
         b_a, _ = _activation(b_g, ACT)
-        b_a = b_a.to(dtype).to(tl.float32)
+        b_a = rounded(b_a, dtype)
         tl.store(p_y + o_m[:, None] * inner + o_n[None, :], (b_a * b_u).to(dtype), mask=mask)
 
 
@@ -184,22 +185,24 @@ def _adapted_backward(
         b_g = _adapted(p_gu, p_u, o_gu, o_m, m_m, mask, b_bg, s_g, 0, WIDTH, IEEE)
         b_u = _adapted(p_gu + inner, p_u, o_gu, o_m, m_m, mask, b_bu, s_u, 1, WIDTH, IEEE)
         b_a, b_slope = _activation(b_g, ACT)
-        b_a = b_a.to(dtype).to(tl.float32)
+        b_a = rounded(b_a, dtype)
         b_da = tl.load(p_da + o_m[:, None] * inner + o_n[None, :], mask=mask, other=0.0).to(tl.float32)
         if DOWN > 0:
             b_dud = tl.load(p_dud + o_m[:, None] * DOWN + o_d[None, :], mask=m_m[:, None], other=0.0)
             b_y = (b_a * b_u).to(dtype)
             b_more = tl.dot(b_dud, b_ad, input_precision=precision)
             if DROP:
-                b_kept = kept(first + o_m, column, inner, seed, stream, cut, BLOCK_M, BLOCK_N)
-                b_y = tl.where(b_kept, b_y.to(tl.float32) * keep, 0.0).to(dtype)
-                b_more = tl.where(b_kept, b_more * keep, 0.0)
-            b_da = (b_da + b_more).to(dtype).to(tl.float32)
+                b_n = drawn(first + o_m, column, inner, seed, stream, BLOCK_M, BLOCK_N)
+                b_y = masked(b_y, b_n, cut)
+                b_more = masked(b_more * keep, b_n, cut)
+            b_da = rounded(b_da + b_more, dtype)
             b_sum = tl.dot(tl.trans(b_dud), b_y, b_sum, input_precision=precision)
         o_dgu = o_m[:, None] * (2 * inner) + o_n[None, :]
         tl.store(p_dgu + o_dgu, (b_da * b_u * b_slope).to(dtype), mask=mask)
         tl.store(p_dgu + o_dgu + inner, (b_da * b_a).to(dtype), mask=mask)
     if DOWN > 0:
+        if DROP:
+            b_sum *= keep
         o_sum = (tl.program_id(1).to(tl.int64) * DOWN + o_d[:, None]) * inner + o_n[None, :]
         tl.store(p_dad + o_sum, b_sum, mask=m_n[None, :])
 

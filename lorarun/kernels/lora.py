@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lorarun.kernels.arithmetic import rounded
 from lorarun.kernels.backend import runs_triton, tl, triton
-from lorarun.kernels.dropout import Dropout, dropout, kept, masking
+from lorarun.kernels.dropout import Dropout, drawn, dropout, masked, masking
 
 MAX_WIDTH = 64  # of a slot that the kernels take; wider adapters are served by plain products
 
@@ -98,10 +99,11 @@ def _down(
         m_k = o_k < cols
         b_x = tl.load(p_x + o_m[:, None] * stride_x + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
         if DROP:
-            b_kept = kept(first + o_m, k, cols, seed, stream, cut, BLOCK_M, BLOCK_K)
-            b_x = tl.where(b_kept, b_x.to(tl.float32) * keep, 0.0).to(p_x.dtype.element_ty)
+            b_x = masked(b_x, drawn(first + o_m, k, cols, seed, stream, BLOCK_M, BLOCK_K), cut)
         b_a = tl.load(p_a[None, :] + o_r[None, :] * cols + o_k[:, None], mask=m_r[None, :] & m_k[:, None], other=0.0)
         b_u = tl.dot(b_x, b_a.to(b_x.dtype), b_u, input_precision=precision)
+    if DROP:
+        b_u *= keep
     o_u = (tl.program_id(1).to(tl.int64) * rows + o_m[:, None]) * (N * WIDTH) + o_c[None, :]
     tl.store(p_u + o_u, b_u.to(p_u.dtype.element_ty), mask=m_m[:, None] & (o_c < N * WIDTH)[None, :])
 
@@ -143,7 +145,7 @@ def _up(
         b_y = tl.load(p_y + o_y, mask=mask, other=0.0).to(tl.float32)
         b_y += tl.dot(b_u, b_b, input_precision=precision) * s
         if RESIDUAL:
-            b_y = b_y.to(p_y.dtype.element_ty).to(tl.float32)
+            b_y = rounded(b_y, p_y.dtype.element_ty)
             b_y += tl.load(p_res + o_m[:, None] * stride_res + o_n[None, :], mask=mask, other=0.0).to(tl.float32)
         tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=mask)
 
@@ -231,18 +233,20 @@ def _input_grad(
         mask = m_m[:, None] & m_k[None, :]
         b_du = tl.load(p_du + o_m[:, None] * (N * WIDTH) + o_c[None, :], mask=m_m[:, None] & m_c[None, :], other=0.0)
         if DROP:
-            b_kept = kept(first + o_m, tl.program_id(0) * BLOCK_K, cols, seed, stream, cut, BLOCK_M, BLOCK_K)
+            b_n = drawn(first + o_m, tl.program_id(0) * BLOCK_K, cols, seed, stream, BLOCK_M, BLOCK_K)
         if DA:
             b_x = tl.load(p_x + o_m[:, None] * stride_x + o_k[None, :], mask=mask, other=0.0)
             if DROP:
-                b_x = tl.where(b_kept, b_x.to(tl.float32) * keep, 0.0).to(dtype)
+                b_x = masked(b_x, b_n, cut)
             b_da = tl.dot(tl.trans(b_du), b_x, b_da, input_precision=precision)
         if DX:
-            b_dx = tl.dot(b_du, b_a, input_precision=precision)
+            b_dx = (tl.dot(b_du, b_a, input_precision=precision) * (keep if DROP else 1.0)).to(dtype)
             if DROP:
-                b_dx = tl.where(b_kept, b_dx * keep, 0.0)
-            tl.store(p_dx + o_m[:, None] * cols + o_k[None, :], b_dx.to(dtype), mask=mask)
+                b_dx = masked(b_dx, b_n, cut)
+            tl.store(p_dx + o_m[:, None] * cols + o_k[None, :], b_dx, mask=mask)
     if DA:
+        if DROP:
+            b_da *= keep
         o_da = (part * (N * WIDTH) + o_c[:, None]) * cols + o_k[None, :]
         tl.store(p_da + o_da, b_da, mask=m_c[:, None] & m_k[None, :])
 
@@ -255,7 +259,7 @@ def serves(x: Tensor, branches: Sequence[Branch], drop: Dropout | None = None) -
     shapes = slot(branches) <= MAX_WIDTH and len(branches) <= 3 and all(branch.size > 1 for branch in branches)
     dtypes = {t.dtype for branch in branches for t in branch[1:3] if t is not None}
     whole = all(t.is_contiguous() for branch in branches for t in branch[1:3] if t is not None)
-    even = drop is None or all(branch.a is None or branch.a.shape[1] % 4 == 0 for branch in branches)
+    even = drop is None or all(branch.a is None or branch.a.shape[1] % 8 == 0 for branch in branches)
     return runs_triton(x) and shapes and len(dtypes) == 1 and whole and even
 
 

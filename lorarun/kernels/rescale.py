@@ -57,19 +57,19 @@ def _rescale_backward(
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < cols
     b_s = tl.load(p_s + o_n, mask=m_n, other=0.0).to(tl.float32)
-    b_ds, b_db = tl.zeros([BLOCK_N], tl.float32), tl.zeros([BLOCK_N], tl.float32)
+    b_ds, b_db = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for at in range(0, group, BLOCK_M):
         o_m = tl.program_id(1).to(tl.int64) * group + at + tl.arange(0, BLOCK_M)
         mask = (o_m < rows)[:, None] & m_n[None, :]
         b_dy = tl.load(p_dy + o_m[:, None] * stride_dy + o_n[None, :], mask=mask, other=0.0).to(tl.float32)
         b_z = tl.load(p_z + o_m[:, None] * stride_z + o_n[None, :], mask=mask, other=0.0).to(tl.float32)
-        b_ds += tl.sum(b_dy * b_z, axis=0)
-        b_db += tl.sum(b_dy, axis=0)
+        b_ds += b_dy * b_z
+        b_db += b_dy
         b_dz = b_dy * b_s[None, :]
         tl.store(p_dz + o_m[:, None] * cols + o_n[None, :], b_dz.to(p_dz.dtype.element_ty), mask=mask)
     o_part = tl.program_id(1).to(tl.int64) * cols + o_n
-    tl.store(p_ds + o_part, b_ds, mask=m_n)
-    tl.store(p_db + o_part, b_db, mask=m_n)
+    tl.store(p_ds + o_part, tl.sum(b_ds, axis=0), mask=m_n)
+    tl.store(p_db + o_part, tl.sum(b_db, axis=0), mask=m_n)
 
 
 def _grid(rows: int, cols: int) -> tuple[tuple[int, int], int]:

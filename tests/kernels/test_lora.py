@@ -122,13 +122,13 @@ def test_masters_of_16_bits_and_no_rows(device):
 
 
 def test_philox_gives_the_published_numbers():
-    """Known answers of Random123's philox4x32-10, for a zero and for a π-digit counter and key."""
+    """Known answers of Random123's philox4x32-7, for a zero and for a π-digit counter and key."""
     zero = torch.zeros(1, dtype=torch.int64)
     words = philox_rounds(zero, zero, zero, zero, 0, 0)
-    assert [int(w) for w in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert [int(w) for w in words] == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
     pi = [torch.tensor([w]) for w in (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)]
     words = philox_rounds(*pi, 0xA4093822, 0x299F31D0)
-    assert [int(w) for w in words] == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+    assert [int(w) for w in words] == [0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A]
 
 
 def test_dropout_keeps_its_share_and_its_mean():
@@ -137,7 +137,11 @@ def test_dropout_keeps_its_share_and_its_mean():
     n = x.numel()
     sigma = (0.1 * 0.9 / n) ** 0.5
     assert abs((y == 0).float().mean() - 0.1) < 5 * sigma
-    torch.testing.assert_close(y[y != 0], torch.full_like(y[y != 0], 1 / 0.9))
+    assert abs(y.mean() - 1) < 5 * sigma / 0.9
+    share = (
+        1 - round(0.1 * 2**15) / 2**15
+    )  # what is kept is scaled by the probability that was taken, not the one asked for
+    torch.testing.assert_close(y[y != 0], torch.full_like(y[y != 0], 1 / share))
     assert torch.equal(y, dropout(x, 0.1, seed=7, stream=3))
     for seed, stream in ((8, 3), (7, 4)):
         both = ((y == 0) & (dropout(x, 0.1, seed, stream) == 0)).float().mean()
