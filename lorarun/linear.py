@@ -9,7 +9,7 @@ parameters below the same module (with DoRA or biases, three or four), named as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -323,12 +323,7 @@ def few_projected(
     """:func:`lorarun.kernels.few_rows.few_rows` of stored weights for x [rows, in]; None where that does not serve:
     more rows, dense weights, gradients."""
     weights = None if torch.is_grad_enabled() else few_stored(x, linears, branches)
-    if weights is None:
-        return None
-    flag = None
-    if any(branch.rank for branch in branches):
-        flag = next(decide("flags", lambda: _flags(x.device)))
-    return few_rows(x, weights, biases_beside(linears), branches, residual, act, flag)
+    return None if weights is None else few_rows(x, weights, biases_beside(linears), branches, residual, act)
 
 
 def biases_beside(linears: Sequence[Linear]) -> list[Tensor | None]:
@@ -347,12 +342,6 @@ def few_stored(x: Tensor, linears: Sequence[Linear], branches: Sequence[Branch])
         block = linear.weight.block if isinstance(linear.weight, NF4Store) else 0
         weights.append(Stored(linear.weight.part(), linear.out_features, linear.in_features, block))
     return weights if serves(x, weights, biases_beside(linears), branches) else None
-
-
-def _flags(device: torch.device) -> Iterator[Tensor]:
-    """Zeros, int32 [1, 4] each, for launches that wait for a part of themselves: filled for many at once."""
-    while True:
-        yield from torch.zeros(256, 4, dtype=torch.int32, device=device).split(1)
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype:

@@ -12,13 +12,11 @@ holds whole 32-bit words of codes; the tensor core wants pairs of neighbouring c
 eight words are one step, the second pairs the next, and x is read in that order.  Scales multiply the sum of their
 block in fp32: values are rounded once, to 16 bits.
 
+A short launch before the long one writes x in that order, so that it is read 16 bytes at a time (pairs from all over x
+took longer than everything else), and makes u = x · Aᵀ on the way, in parts that the long one sums.
+
 The warps of a program share its rows of W and divide the columns among them, in a fixed pattern that depends on tiles
 alone: the same bits every time, and for a row whatever stands beside it in a tile of rows.
-
-u = x · Aᵀ is made by programs of the same launch, the first ones.  The others wait for it before they add B's part,
-long after it is there.  First are those that begin first: each program takes the next number when it begins.
-A program's place in the grid would not do, since nothing promises that a GPU begins low places before high ones; where
-it does not, those that wait could fill it, and what they wait for would never begin.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from lorarun.kernels.nf4 import NF4, VALUES, nf4_dequantize_reference, tables
 
 ROWS = 64  # the most that these kernels take
 MAX_WIDTH = 64  # of adapters' slots
-FLAGS = 4  # of a launch: whether u is there, programs that have begun, parts of u that are there; one to fill 16 bytes
+PARTS = 16  # of u, at the most
 WHOLE = 1 << 30  # a block of scales as wide as any row
 
 
@@ -171,11 +169,12 @@ def _byte(p, o):
 
 @triton.jit
 def _nf4(
-    p_x, stride_x, rows, p_codes, p_absmax, p_nested, p_map, p_offset, p_values, p_planes, o_n, blocks,
-    GROUP: tl.constexpr, DOUBLE: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
+    p_x, cols, p_codes, p_absmax, p_nested, p_map, p_offset, p_values, p_planes, o_n, blocks,
+    GROUP: tl.constexpr, DOUBLE: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     U: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(x · Wᵀ)ᵀ for rows o_n of a weight in NF4, fp32 [BLOCK_N, M]; GROUP blocks of 64 share a scale.
+    """(x · Wᵀ)ᵀ for rows o_n of weights in NF4, fp32 [N, M]; GROUP blocks of 64 share a scale.  Pointers may differ
+    from row to row.
 
     From 32 rows of x on there are more sums than weights, and the registers of a second set of them: then scales
     multiply the weights, which are rounded twice more.
@@ -186,13 +185,13 @@ def _nf4(
     p_t = p_planes + tl.zeros([1, 1, 1], tl.int32)
     t0, t1, t2, t3 = tl.load(p_t), tl.load(p_t + 1), tl.load(p_t + 2), tl.load(p_t + 3)
     t4, t5, t6, t7 = tl.load(p_t + 4), tl.load(p_t + 5), tl.load(p_t + 6), tl.load(p_t + 7)
-    o_u, o_c, o_m = tl.arange(0, U), tl.arange(0, 16), tl.minimum(tl.arange(0, M), rows - 1)
+    o_u, o_c, o_m = tl.arange(0, U), tl.arange(0, 16), tl.arange(0, M)
     first = o_n.to(tl.int64) * blocks  # the number of a row's first block in the weight
-    p_w = p_codes.to(tl.pointer_type(tl.int32)) + first[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    p_x += o_m[None, None, :] * stride_x + (o_c // 2 * 8 + o_c % 2)[None, :, None]
+    p_w = (p_codes.to(tl.pointer_type(tl.int32)) + first * 8)[None, :, None] + tl.arange(0, 8)[None, None, :]
+    p_x += o_m[None, None, :] * cols + o_c[None, :, None]
     if DOUBLE:
         offset = tl.load(p_offset)
-    b_y = tl.zeros([U, BLOCK_N, M], tl.float32)
+    b_y = tl.zeros([U, N, M], tl.float32)
     for at in tl.range(0, blocks, U, num_stages=STAGES):
         o_b = _block(at, o_u, blocks, EVEN)
         b_w = tl.load(p_w + o_b[:, None, None] * 8)
@@ -205,9 +204,9 @@ def _nf4(
             b_s = tl.where((at + o_u < blocks)[:, None], b_s, 0.0)
         v0, v1, v2, v3, v4, v5, v6, v7 = _values(b_w, t0, t1, t2, t3, t4, t5, t6, t7, p_values, dtype)
         p_k = p_x + o_b[:, None, None] * 64
-        x0, x1, x2, x3 = tl.load(p_k), tl.load(p_k + 2), tl.load(p_k + 4), tl.load(p_k + 6)
-        w0, w1 = _joined(v0, v1, U, BLOCK_N), _joined(v2, v3, U, BLOCK_N)
-        w2, w3 = _joined(v4, v5, U, BLOCK_N), _joined(v6, v7, U, BLOCK_N)
+        x0, x1, x2, x3 = tl.load(p_k), tl.load(p_k + 16), tl.load(p_k + 32), tl.load(p_k + 48)
+        w0, w1 = _joined(v0, v1, U, N), _joined(v2, v3, U, N)
+        w2, w3 = _joined(v4, v5, U, N), _joined(v6, v7, U, N)
         if FOLD:
             b_f = b_s.to(dtype)[:, :, None]
             b_y = tl.dot(w0 * b_f, x0, b_y, input_precision=PRECISION)
@@ -225,182 +224,155 @@ def _nf4(
 
 @triton.jit
 def _fp8(
-    p_x, stride_x, rows, p_codes, p_scale, o_n, blocks, bm, bn, grid_n,
-    PRECISION: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr,
+    p_x, cols, p_codes, p_scale, o_n, blocks, bm, bn, grid_n,
+    PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """As :func:`_nf4` for e4m3 codes in blocks of 32, whose scales are for blocks of bm × 32 · bn."""
     dtype: tl.constexpr = p_x.dtype.element_ty
-    o_u, o_c, o_m = tl.arange(0, U), tl.arange(0, 16), tl.minimum(tl.arange(0, M), rows - 1)
-    p_w = p_codes.to(tl.pointer_type(tl.int32)) + o_n.to(tl.int64)[None, :, None] * blocks * 8
-    p_w += tl.arange(0, 8)[None, None, :]
-    p_x += o_m[None, None, :] * stride_x + (o_c // 2 * 4 + o_c % 2)[None, :, None]
-    b_y = tl.zeros([U, BLOCK_N, M], tl.float32)
+    o_u, o_c, o_m = tl.arange(0, U), tl.arange(0, 16), tl.arange(0, M)
+    first = o_n.to(tl.int64) * (blocks * 8)
+    p_w = (p_codes.to(tl.pointer_type(tl.int32)) + first)[None, :, None] + tl.arange(0, 8)[None, None, :]
+    p_x += o_m[None, None, :] * cols + o_c[None, :, None]
+    p_s = (p_scale + (o_n // bm) * grid_n)[None, :]
+    b_y = tl.zeros([U, N, M], tl.float32)
     for at in tl.range(0, blocks, U, num_stages=STAGES):
         o_b = _block(at, o_u, blocks, EVEN)
         b_w = tl.load(p_w + o_b[:, None, None] * 8)
-        b_s = tl.load(p_scale + (o_n // bm)[None, :] * grid_n + (o_b // bn)[:, None])
+        b_s = tl.load(p_s + (o_b // bn)[:, None])
         if not EVEN:
             b_s = tl.where((at + o_u < blocks)[:, None], b_s, 0.0)
         v0, v1 = _decode(b_w & 255).to(dtype), _decode((b_w >> 8) & 255).to(dtype)
         v2, v3 = _decode((b_w >> 16) & 255).to(dtype), _decode((b_w >> 24) & 255).to(dtype)
         p_k = p_x + o_b[:, None, None] * 32
-        x0, x1 = tl.load(p_k), tl.load(p_k + 2)
-        b_p = tl.dot(_joined(v0, v1, U, BLOCK_N), x0, input_precision=PRECISION)
-        b_p = tl.dot(_joined(v2, v3, U, BLOCK_N), x1, b_p, input_precision=PRECISION)
+        x0, x1 = tl.load(p_k), tl.load(p_k + 16)
+        b_p = tl.dot(_joined(v0, v1, U, N), x0, input_precision=PRECISION)
+        b_p = tl.dot(_joined(v2, v3, U, N), x1, b_p, input_precision=PRECISION)
         b_y += b_p * b_s[:, :, None]
     return tl.sum(b_y, axis=0)
 
 
-@triton.jit
-def _down(
-    p_x, stride_x, rows, cols, p_parts, p_u, p_flag, part, parts, p_a0, p_a1, p_a2, r0, r1, r2,
-    WIDTH: tl.constexpr, COUNT: tl.constexpr, ALL: tl.constexpr, M: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+@triton.jit(do_not_specialize=["rows", "r0", "r1", "r2", "span"])
+def _prepare(
+    p_x, stride_x, rows, cols, p_ordered, p_parts, p_a0, p_a1, p_a2, r0, r1, r2, span,
+    WORD: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of every A with x: a part of uᵀ [ALL, M].  Who is through last sums all parts in order."""
+    """Columns of x, as the products read them, [M, cols], zeros below the last row; and their part of uᵀ [ALL, M].
+
+    WORD: codes in a word.  Of eight words the first pairs come first, then the second ones.
+    """
     dtype: tl.constexpr = p_x.dtype.element_ty
-    o_c, o_m, o_k = tl.arange(0, ALL), tl.arange(0, M), part * BLOCK_K + tl.arange(0, BLOCK_K)
-    which, within = o_c // WIDTH, o_c % WIDTH
-    r = tl.where(which == 0, r0, tl.where(which == 1, r1, tl.where(which == 2, r2, 0)))
-    p_a = tl.where(which == 0, p_a0, tl.where(which == 1, p_a1, p_a2))
-    m_k, m_m = o_k < cols, o_m < rows
-    b_a = tl.load(
-        p_a[:, None] + within.to(tl.int64)[:, None] * cols + o_k[None, :], mask=(within < r)[:, None] & m_k[None, :],
-        other=0.0,
-    )  # fmt: skip
-    b_x = tl.load(p_x + o_m[None, :] * stride_x + o_k[:, None], mask=m_m[None, :] & m_k[:, None], other=0.0)
-    b_u = tl.dot(b_a.to(dtype), b_x, input_precision=PRECISION)
-    o_u = o_c[:, None] * M + o_m[None, :]
-    tl.store(p_parts + part * (ALL * M) + o_u, b_u)
-    tl.debug_barrier()
-    if tl.atomic_add(p_flag + 2, 1, sem="acq_rel", scope="gpu") == parts - 1:
-        tl.debug_barrier()
+    block: tl.constexpr = 8 * WORD
+    o_c, o_m = tl.arange(0, ALL), tl.arange(0, M)
+    if WIDTH > 0:
+        which, within = o_c // WIDTH, o_c % WIDTH
+        r = tl.where(which == 0, r0, tl.where(which == 1, r1, tl.where(which == 2, r2, 0)))
+        p_a = tl.where(which == 0, p_a0, tl.where(which == 1, p_a1, p_a2))
+        p_a += within.to(tl.int64) * cols
         b_u = tl.zeros([ALL, M], tl.float32)
-        step: tl.constexpr = min(16, max(1, 8192 // (ALL * M)))  # parts that are read at a time
-        o_i = tl.arange(0, step)[:, None, None]
-        for i in range(0, parts, step):
-            o_p = (i + o_i) * (ALL * M) + o_u[None, :, :]
-            b_u += tl.sum(tl.load(p_parts + o_p, mask=i + o_i < parts, other=0.0, cache_modifier=".cg"), axis=0)
-        tl.store(p_u + o_u, b_u)
-        tl.debug_barrier()
-        tl.atomic_xchg(p_flag, 1, sem="release", scope="gpu")
+    for at in range(0, span, BLOCK_K):
+        o_k = tl.program_id(0) * span + at + tl.arange(0, BLOCK_K)
+        m_k = o_k < cols
+        b_x = tl.load(
+            p_x + o_m[None, :] * stride_x + o_k[:, None], mask=(o_m < rows)[None, :] & m_k[:, None], other=0.0
+        )
+        at_word, in_word = o_k % block // WORD, o_k % WORD
+        ordered = o_k // block * block + in_word // 2 * 16 + at_word * 2 + in_word % 2
+        tl.store(p_ordered + o_m[None, :] * cols + ordered[:, None], b_x, mask=m_k[:, None])
+        if WIDTH > 0:
+            b_a = tl.load(p_a[:, None] + o_k[None, :], mask=(within < r)[:, None] & m_k[None, :], other=0.0)
+            b_u = tl.dot(b_a.to(dtype), b_x, b_u, input_precision=PRECISION)
+    if WIDTH > 0:
+        tl.store(p_parts + (tl.program_id(0) * ALL + o_c)[:, None] * M + o_m[None, :], b_u)
 
 
 @triton.jit
 def _up(
-    b_y, p_bias, p_b, p_u, r, s, o_n, m_n, BIAS: tl.constexpr, WIDTH: tl.constexpr,
+    b_y, p_bias, p_b, p_parts, parts, r, s, o_n, m_n, BIAS: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr,
     dtype: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
-    """b_y [BLOCK_N, M] with the bias and the adapter's part, whose uᵀ [WIDTH, M] is at ``p_u``."""
+    """b_y [BLOCK_N, M] with the bias and the adapter's part, whose uᵀ is the sum of ``parts``."""
     if BIAS:
         b_y += tl.load(p_bias + o_n, mask=m_n, other=0.0).to(tl.float32)[:, None]
     if WIDTH > 0:
         o_r, o_m = tl.arange(0, WIDTH), tl.arange(0, M)
         b_b = tl.load(p_b + o_n[:, None] * r + o_r[None, :], mask=m_n[:, None] & (o_r < r)[None, :], other=0.0)
-        b_u = tl.load(p_u + o_r[:, None] * M + o_m[None, :], cache_modifier=".cg")
+        step: tl.constexpr = min(16, max(1, 8192 // (WIDTH * M)))  # parts that are read at a time
+        o_i, o_u = tl.arange(0, step)[:, None, None], (o_r[:, None] * M + o_m[None, :])[None, :, :]
+        b_u = tl.zeros([WIDTH, M], tl.float32)
+        for i in range(0, parts, step):
+            b_u += tl.sum(tl.load(p_parts + (i + o_i) * (ALL * M) + o_u, mask=i + o_i < parts, other=0.0), axis=0)
         b_y += tl.dot(b_b.to(dtype), b_u.to(dtype), input_precision=PRECISION) * s
     return b_y
 
 
-@triton.jit
-def _await(p_flag):
-    """Wait until u of this launch is there."""
-    while tl.atomic_add(p_flag, 0, sem="acquire", scope="gpu") == 0:
-        pass
-    tl.debug_barrier()
-
-
-@triton.jit(do_not_specialize=["rows", "r0", "r1", "r2", "downs"])
+@triton.jit(do_not_specialize=["rows", "r0", "r1", "r2", "parts"])
 def _few(
-    p_x, stride_x, rows, cols, p_y, stride_y, p_res, stride_res, p_parts, p_u, p_flag, downs, p_values, p_planes,
-    blocks, bm, bn, grid_n,
-    p_codes0, p_absmax0, p_nested0, p_map0, p_offset0, n0, p_bias0, p_a0, p_b0, r0, s0,
-    p_codes1, p_absmax1, p_nested1, p_map1, p_offset1, n1, p_bias1, p_a1, p_b1, r1, s1,
-    p_codes2, p_absmax2, p_nested2, p_map2, p_offset2, n2, p_bias2, p_a2, p_b2, r2, s2,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, DOUBLE: tl.constexpr, BIAS: tl.constexpr, COUNT: tl.constexpr,
-    WIDTH: tl.constexpr, ALL: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
-    M: tl.constexpr, BLOCK_N: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    p_x, rows, cols, p_y, stride_y, p_res, stride_res, p_parts, parts, p_values, p_planes, blocks, bm, bn, grid_n,
+    p_codes0, p_absmax0, p_nested0, p_map0, p_offset0, n0, p_bias0, p_b0, r0, s0,
+    p_codes1, p_absmax1, p_nested1, p_map1, p_offset1, n1, p_bias1, p_b1, r1, s1,
+    p_codes2, p_absmax2, p_nested2, p_map2, p_offset2, n2, p_bias2, p_b2, r2, s2,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, DOUBLE: tl.constexpr, BIAS: tl.constexpr, WIDTH: tl.constexpr,
+    ALL: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr,
+    BLOCK_N: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A part of u, or BLOCK_N rows of a weight; with ACT the same rows of two weights.  With adapters the numbers of
-    the programs are in the order in which they begin, so that nobody waits for one that has not."""
-    if WIDTH > 0:
-        pid = tl.atomic_add(p_flag + 1, 1, sem="relaxed", scope="gpu")
-    else:
-        pid = tl.program_id(0)
+    """BLOCK_N rows of a weight; with ACT the same rows of two weights."""
     dtype: tl.constexpr = p_x.dtype.element_ty
-    if WIDTH > 0 and pid < downs:
-        _down(
-            p_x, stride_x, rows, cols, p_parts, p_u, p_flag, pid, downs, p_a0, p_a1, p_a2, r0, r1, r2, WIDTH, COUNT,
-            ALL, M, BLOCK_K, PRECISION,
-        )  # fmt: skip
-    else:
-        tile = pid - downs
-        t0, t1 = tl.cdiv(n0, BLOCK_N), tl.cdiv(n0, BLOCK_N) + tl.cdiv(n1, BLOCK_N)
-        if ACT is not None:
-            first, second = tile >= 0, tile < 0
-        else:
-            first, second = tile < t0, (tile >= t0) & (tile < t1)
-        within = tile - tl.where(first, 0, tl.where(second, t0, t1))
-        n = tl.where(first, n0, tl.where(second, n1, n2))
-        start = tl.where(first, 0, tl.where(second, n0, n0 + n1))
-        which = tl.where(first, 0, tl.where(second, 1, 2))
-        o_n = within * BLOCK_N + tl.arange(0, BLOCK_N)
-        m_n = o_n < n
-        o_k = tl.minimum(o_n, n - 1)  # rows past the end repeat the last one, and are not stored
-        p_codes = tl.where(first, p_codes0, tl.where(second, p_codes1, p_codes2))
-        p_absmax = tl.where(first, p_absmax0, tl.where(second, p_absmax1, p_absmax2))
+    tile = tl.program_id(0)
+    t0, t1 = tl.cdiv(n0, BLOCK_N), tl.cdiv(n0, BLOCK_N) + tl.cdiv(n1, BLOCK_N)
+    N: tl.constexpr = BLOCK_N if ACT is None else 2 * BLOCK_N
+    first, second = tile < t0, (tile >= t0) & (tile < t1)
+    own, other = first, second
+    if ACT is not None:
+        first, second = tile >= 0, tile < 0
+        own, other = tl.arange(0, N) < BLOCK_N, tl.arange(0, N) >= BLOCK_N  # rows of the first and of the second weight
+    within = tile - tl.where(first, 0, tl.where(second, t0, t1))
+    n = tl.where(first, n0, tl.where(second, n1, n2))
+    start = tl.where(first, 0, tl.where(second, n0, n0 + n1))
+    which = tl.where(first, 0, tl.where(second, 1, 2))
+    o_n = within * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_n = o_n < n
+    o_k = tl.minimum(within * BLOCK_N + tl.arange(0, N) % BLOCK_N, n - 1)  # rows past the end repeat the last one
+    p_codes = tl.where(own, p_codes0, tl.where(other, p_codes1, p_codes2))
+    p_absmax = tl.where(own, p_absmax0, tl.where(other, p_absmax1, p_absmax2))
+    if FORMAT == "NF4":
         p_nested, p_map, p_offset = p_nested0, p_map0, p_offset0
         if DOUBLE:
-            p_nested = tl.where(first, p_nested0, tl.where(second, p_nested1, p_nested2))
-            p_map = tl.where(first, p_map0, tl.where(second, p_map1, p_map2))
-            p_offset = tl.where(first, p_offset0, tl.where(second, p_offset1, p_offset2))
-        p_bias, p_b, r, s = p_bias0, p_b0, r0, s0
+            p_nested = tl.where(own, p_nested0, tl.where(other, p_nested1, p_nested2))
+            p_map = tl.where(own, p_map0, tl.where(other, p_map1, p_map2))
+            p_offset = tl.where(own, p_offset0, tl.where(other, p_offset1, p_offset2))
+        b_y = _nf4(
+            p_x, cols, p_codes, p_absmax, p_nested, p_map, p_offset, p_values, p_planes, o_k, blocks,
+            GROUP, DOUBLE, PRECISION, M, N, U, EVEN, STAGES,
+        )  # fmt: skip
+    else:
+        b_y = _fp8(p_x, cols, p_codes, p_absmax, o_k, blocks, bm, bn, grid_n, PRECISION, M, N, U, EVEN, STAGES)
+    p_bias, p_b, r, s = p_bias0, p_b0, r0, s0
+    if ACT is not None:
+        b_y, b_z = tl.split(tl.permute(tl.reshape(b_y, [2, BLOCK_N, M]), [1, 2, 0]))
+    else:
         if BIAS:
             p_bias = tl.where(first, p_bias0, tl.where(second, p_bias1, p_bias2))
         if WIDTH > 0:
             p_b = tl.where(first, p_b0, tl.where(second, p_b1, p_b2))
             r = tl.where(first, r0, tl.where(second, r1, r2))
             s = tl.where(first, s0, tl.where(second, s1, s2))
-        if FORMAT == "NF4":
-            b_y = _nf4(
-                p_x, stride_x, rows, p_codes, p_absmax, p_nested, p_map, p_offset, p_values, p_planes, o_k, blocks,
-                GROUP, DOUBLE, PRECISION, M, BLOCK_N, U, EVEN, STAGES,
-            )  # fmt: skip
-        else:
-            b_y = _fp8(
-                p_x, stride_x, rows, p_codes, p_absmax, o_k, blocks, bm, bn, grid_n, PRECISION, M, BLOCK_N, U, EVEN,
-                STAGES,
-            )  # fmt: skip
-        if ACT is not None:
-            if FORMAT == "NF4":
-                b_z = _nf4(
-                    p_x, stride_x, rows, p_codes1, p_absmax1, p_nested1, p_map1, p_offset1, p_values, p_planes, o_k,
-                    blocks, GROUP, DOUBLE, PRECISION, M, BLOCK_N, U, EVEN, STAGES,
-                )  # fmt: skip
-            else:
-                b_z = _fp8(
-                    p_x, stride_x, rows, p_codes1, p_absmax1, o_k, blocks, bm, bn, grid_n, PRECISION, M, BLOCK_N,
-                    U, EVEN, STAGES,
-                )  # fmt: skip
-        if WIDTH > 0:
-            _await(p_flag)
-        b_y = _up(
-            b_y, p_bias, p_b, p_u + which * (WIDTH * M), r, s, o_n, m_n, BIAS, WIDTH, dtype, PRECISION, M
+    b_y = _up(
+        b_y, p_bias, p_b, p_parts + which * (WIDTH * M), parts, r, s, o_n, m_n, BIAS, WIDTH, ALL, dtype, PRECISION, M
+    )  # fmt: skip
+    if ACT is not None:
+        b_z = _up(
+            b_z, p_bias1, p_b1, p_parts + WIDTH * M, parts, r1, s1, o_n, m_n, BIAS, WIDTH, ALL, dtype, PRECISION, M
         )  # fmt: skip
-        if ACT is not None:
-            b_z = _up(
-                b_z, p_bias1, p_b1, p_u + WIDTH * M, r1, s1, o_n, m_n, BIAS, WIDTH, dtype, PRECISION, M
-            )  # fmt: skip
-            b_a, _ = _activation(b_y, ACT)
-            b_y = b_a * b_z
-        o_m = tl.arange(0, M)
-        mask = m_n[:, None] & (o_m < rows)[None, :]
-        o_c = start + o_n
-        if RESIDUAL:
-            b_y += tl.load(p_res + o_m[None, :] * stride_res + o_c[:, None], mask=mask, other=0.0).to(tl.float32)
-        tl.store(p_y + o_m[None, :] * stride_y + o_c[:, None], b_y.to(dtype), mask=mask)
+        b_a, _ = _activation(b_y, ACT)
+        b_y = b_a * b_z
+    o_m = tl.arange(0, M)
+    mask = m_n[:, None] & (o_m < rows)[None, :]
+    o_c = start + o_n
+    if RESIDUAL:
+        b_y += tl.load(p_res + o_m[None, :] * stride_res + o_c[:, None], mask=mask, other=0.0).to(tl.float32)
+    tl.store(p_y + o_m[None, :] * stride_y + o_c[:, None], b_y.to(dtype), mask=mask)
 
 
 # --- host functions --------------------------------------------------------------------------------------------------
@@ -415,7 +387,7 @@ def _constants(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 # (BLOCK_N, U, warps, stages) by the rows of x up to which they serve; not measured yet
 Tile = tuple[int, int, int, int]
-TILES: dict[int, Tile] = {8: (16, 16, 8, 3), 16: (16, 16, 8, 3), 32: (16, 8, 8, 3), 64: (32, 8, 8, 2)}
+TILES: dict[int, Tile] = {8: (16, 8, 4, 4), 16: (16, 8, 4, 4), 32: (16, 8, 8, 3), 64: (32, 8, 8, 2)}
 
 
 def serves(x: Tensor, weights: Sequence[Stored], biases: Sequence[Tensor | None], branches: Sequence[Branch]) -> bool:
@@ -443,44 +415,50 @@ def serves(x: Tensor, weights: Sequence[Stored], biases: Sequence[Tensor | None]
 
 def _launch(
     x: Tensor, weights: Sequence[Stored], biases: Sequence[Tensor | None], branches: Sequence[Branch],
-    residual: Tensor | None, act: str | None, flag: Tensor | None, tile: Tile | None = None,
+    residual: Tensor | None, act: str | None, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
     rows, cols = x.shape
     m = max(8, triton.next_power_of_2(rows))
     block_n, u, warps, stages = TILES[m] if tile is None else tile
     values, planes = _constants(x.device, x.dtype)
-    width = slot(branches)
-    every = max(16, triton.next_power_of_2(len(weights) * width))
-    block_k = max(16, min(512, 8192 // triton.next_power_of_2(every + m)))
-    downs = triton.cdiv(cols, block_k) if width else 0
     wide = weights[0].rows if act is not None else sum(weight.rows for weight in weights)
     y = torch.empty((rows, wide), dtype=x.dtype, device=x.device)
-    hidden = torch.empty((downs + 1, every, m), dtype=torch.float32, device=x.device) if width else y[None]
-    if width and flag is None:
-        flag = torch.zeros(FLAGS, dtype=torch.int32, device=x.device)
+    width = slot(branches)
+    every = max(16, triton.next_power_of_2(len(weights) * width))
+    block_k = max(64, min(256, 8192 // triton.next_power_of_2(every + m)))
+    span = triton.cdiv(triton.cdiv(cols, PARTS), block_k) * block_k
+    parts = triton.cdiv(cols, span)
+    ordered = torch.empty((m, cols), dtype=x.dtype, device=x.device)
+    hidden = torch.empty((parts, every, m), dtype=torch.float32, device=x.device) if width else y
     present = next((branch for branch in branches if branch.rank), Branch(0))
+    padded = [*branches, *[Branch(0)] * (3 - len(branches))]
+    factors = [branch if branch.rank else present for branch in padded]
+    ranks = [branch.rank for branch in padded]
+    first = weights[0]
+    nf4 = isinstance(first.part, NF4)
+    precision = "ieee" if x.dtype == torch.float32 else "tf32"
+    _prepare[(parts,)](
+        x, x.stride(0), rows, cols, ordered, hidden, *[branch.a for branch in factors], *ranks, span,
+        WORD=8 if nf4 else 4, WIDTH=width, ALL=every, PRECISION=precision, M=m, BLOCK_K=block_k, num_warps=4,
+        num_stages=2,
+    )  # fmt: skip
     arguments: list[Any] = []
     for i in range(3):
         j = min(i, len(weights) - 1)
-        part, branch = weights[j].part, branches[j] if i == j else Branch(0)
+        part = weights[j].part
         held = part if isinstance(part, NF4) else (part.codes.view(torch.uint8), part.scale, None, None, None)
-        n = weights[j].rows if i == j else 0
-        a, b = (own if own is not None else other for own, other in zip(branch[1:3], present[1:3], strict=True))
-        arguments += [*held, n, biases[j], a, b, branch.rank, branch.scale]
-    first = weights[0]
-    nf4 = isinstance(first.part, NF4)
+        size = weights[j].rows if i == j else 0
+        arguments += [*held, size, biases[j], factors[i].b, ranks[i], padded[i].scale]
     bm, bn = first.part.block if isinstance(first.part, FP8) else (1, 32)
     blocks = cols // (64 if nf4 else 32)
     tiles = triton.cdiv(wide, block_n) if act is not None else sum(triton.cdiv(w.rows, block_n) for w in weights)
-    _few[(downs + tiles,)](
-        x, x.stride(0), rows, cols, y, y.stride(0), residual, 0 if residual is None else residual.stride(0),
-        hidden, hidden[downs], flag, downs, values, planes, blocks,
-        bm, WHOLE if bn >= cols else bn // 32, triton.cdiv(cols, bn), *arguments,
-        FORMAT="NF4" if nf4 else "FP8", DOUBLE=isinstance(first.part, NF4) and first.part.offset is not None,
-        GROUP=first.block // 64 if nf4 else 1, BIAS=biases[0] is not None, COUNT=len(weights), WIDTH=width, ALL=every,
-        RESIDUAL=residual is not None, ACT=act, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", M=m,
-        BLOCK_N=block_n, U=u, EVEN=blocks % u == 0, STAGES=stages, BLOCK_K=block_k,
-        num_warps=warps, num_stages=stages,
+    _few[(tiles,)](
+        ordered, rows, cols, y, y.stride(0), residual, 0 if residual is None else residual.stride(0), hidden, parts,
+        values, planes, blocks, bm, WHOLE if bn >= cols else bn // 32, triton.cdiv(cols, bn), *arguments,
+        FORMAT="NF4" if nf4 else "FP8", GROUP=first.block // 64 if nf4 else 1,
+        DOUBLE=isinstance(first.part, NF4) and first.part.offset is not None, BIAS=biases[0] is not None, WIDTH=width,
+        ALL=every, RESIDUAL=residual is not None, ACT=act, PRECISION=precision, M=m, BLOCK_N=block_n, U=u,
+        EVEN=blocks % u == 0, STAGES=stages, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y
 
@@ -495,14 +473,13 @@ def few_rows(
     branches: Sequence[Branch],
     residual: Tensor | None = None,
     act: str | None = None,
-    flag: Tensor | None = None,
 ) -> Tensor:
     """x [rows, in] with up to three weights side by side → [rows, Σ out], or with ``act`` act(first) · second.
 
     biases [out] or None and branches as in :class:`lorarun.kernels.lora.Branch` for each weight; residual [rows, Σ out]
-    is added at the end.  Not differentiable.  flag: int32 [4], zeros, which no other launch uses; made if None.
+    is added at the end.  Not differentiable.
     Bytes moved: codes and scales once, A and B once.
     """
     if serves(x, weights, biases, branches):
-        return _launch(x, weights, biases, branches, residual, act, flag)
+        return _launch(x, weights, biases, branches, residual, act)
     return few_rows_reference(x, weights, biases, branches, residual, act)
