@@ -683,3 +683,26 @@ def test_gradients_from_before_are_not_part_of_the_first_step(tmp_path, model):
         result = lorarun.fit(fresh, ROWS, tmp_path / str(stale), steps=1, max_tokens=longest(fresh), warmup=0)
         norms.append(metrics(result)[0]["grad_norm"])
     assert norms[0] == norms[1]
+
+
+def test_ways_to_train_are_compared_over_seeds(tiny, tmp_path, monkeypatch, capsys):
+    """scripts/compare.py: every kind learns, in its own way, from the same beginning."""
+    folder = toy.make(shutil.copytree(tiny("llama3"), tmp_path / "base"))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    script = SCRIPT.with_name("compare.py")
+    words = [script, folder, "--data", tmp_path / "rows.jsonl", "--eval", tmp_path / "rows.jsonl", "--seeds", 2]
+    words += ["--steps", 6, "--every", 3, "--max-tokens", 150, "--lr", 1e-2, "--full-lr", 1e-3, "--device", "cpu"]
+    monkeypatch.setattr(
+        sys, "argv", [str(word) for word in [*words, "--template", "chatml", "--out", tmp_path / "out"]]
+    )
+    runpy.run_path(str(script), run_name="__main__")
+    rows = [json.loads(line) for line in (tmp_path / "out" / "curves.jsonl").open()]
+    found = {(row["kind"], row["seed"], row["step"]): row["loss"] for row in rows}
+    assert sorted({key[2] for key in found}) == [0, 3, 6] and len(found) == 4 * 2 * 3
+    for kind in ("lora", "rslora", "dora", "full"):
+        assert found[kind, 0, 0] == found["lora", 1, 0]  # nothing is trained yet
+        assert all(found[kind, seed, 6] < found[kind, seed, 0] - 0.05 for seed in range(2))
+        assert found[kind, 0, 6] != found[kind, 1, 6]
+    assert len({found[kind, 0, 6] for kind in ("lora", "rslora", "dora", "full")}) == 4
+    assert "lora: loss on held-out rows after 6 steps" in capsys.readouterr().out
+    assert (tmp_path / "out" / "curves.png").stat().st_size > 10_000
