@@ -35,7 +35,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": _gelu_tanh}
 BLOCK = 1024
-FORWARD, BACKWARD = (32, 64, 4, 2, 32), (16, 128, 4, 3, 16)  # tiles of the adapted kernels, as in lora.py
+FORWARD, BACKWARD = (32, 64, 4, 2, 32), (16, 64, 4, 3, 16)  # tiles of the adapted kernels, as in lora.py
 
 
 def gated_reference(gate: Tensor, up: Tensor, act: str) -> Tensor:

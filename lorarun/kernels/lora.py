@@ -33,7 +33,6 @@ FILL = 128  # programs that a GPU wants at the least: few rows share their colum
 GATHER = 512  # numbers that one program sums
 SHORT = 128  # rows of a group at the least, so that what groups write stays small beside what they read
 DOWN, UP, GRAD, INPUT_GRAD = (64, 256, 4, 3, 1), (32, 128, 4, 3, 16), (32, 256, 4, 3, 16), (64, 128, 4, 3, 16)
-DOWN_DROPPED = (32, 256, 4, 3, 1)  # numbers take registers
 
 
 class Branch(NamedTuple):
@@ -314,7 +313,7 @@ def lora_down(x: Tensor, branches: Sequence[Branch], drop: Dropout | None = None
     u = torch.empty((len(x), n * width), dtype=x.dtype, device=x.device)
     a, _, ranks, _, _ = _triples(branches)
     every = triton.next_power_of_2(n * width)
-    block_m, block_k, warps, stages, _ = tile(DOWN if drop is None else DOWN_DROPPED, max(16, every // 2), x)
+    block_m, block_k, warps, stages, _ = tile(DOWN, max(16, every // 2), x)
     rows, cols = x.shape
     blocks = triton.cdiv(rows, block_m)
     span = triton.cdiv(triton.cdiv(cols, max(1, FILL // max(1, blocks))), block_k) * block_k
