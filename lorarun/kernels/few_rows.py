@@ -385,7 +385,7 @@ def _constants(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor
     return values.to(device), torch.tensor(_planes(dtype), dtype=torch.int32, device="cpu").to(device)
 
 
-# (BLOCK_N, U, warps, stages) by the rows of x up to which they serve; not measured yet
+# (BLOCK_N, U, warps, stages) by the rows of x up to which they serve; what compiles well, not measured yet
 Tile = tuple[int, int, int, int]
 TILES: dict[int, Tile] = {8: (16, 8, 4, 4), 16: (16, 8, 4, 4), 32: (16, 8, 8, 3), 64: (32, 8, 8, 2)}
 
@@ -420,6 +420,8 @@ def _launch(
     rows, cols = x.shape
     m = max(8, triton.next_power_of_2(rows))
     block_n, u, warps, stages = TILES[m] if tile is None else tile
+    if act is not None:
+        block_n = max(16, block_n // 2)  # of each of the two weights
     values, planes = _constants(x.device, x.dtype)
     wide = weights[0].rows if act is not None else sum(weight.rows for weight in weights)
     y = torch.empty((rows, wide), dtype=x.dtype, device=x.device)
