@@ -24,7 +24,9 @@ from torch import Tensor
 from lorarun.kernels.backend import autocast, runs_triton, tl, triton
 from lorarun.kernels.lora import MAX_WIDTH, Branch, segment, slot, tile, triples
 
-TILE = (32, 256, 4, 3)  # rows, columns, warps, pipeline stages for 16 bits and a rank up to 16
+# (rows, columns of a tile, warps, pipeline stages) for 16 bits and a rank up to 16, which was compiled for an H200 (120
+# registers) and not measured; slots of 64 columns take twice the warps, with which their registers suffice
+TILE = (32, 256, 4, 3)
 
 
 @torch.no_grad()
@@ -104,7 +106,7 @@ def _launch(
     _row_norms[(sum(triton.cdiv(size, block_m) for size in sizes),)](
         *_three(weights), *a, *b, *_three(squares), *_three(magnitudes if scaled else squares), out[0], out[-1],
         first.shape[1], *sizes, *ranks, *factors, SCALES=scaled, WIDTH=width, IEEE=first.dtype == torch.float32,
-        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=warps, num_stages=stages,
+        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=2 * warps if width == MAX_WIDTH else warps, num_stages=stages,
     )  # fmt: skip
     return out[0], out[-1]
 
