@@ -112,10 +112,8 @@ class Frozen:
     def scales(
         self, branches: Sequence[Branch], magnitudes: Sequence[Tensor | None], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """DoRA's lengths and scales [Σ sizes], and :meth:`whole` where it was made for them and not for others too.
-
-        Lengths and scales are computed once in a pass through the model.
-        """
+        """DoRA's lengths and scales [Σ sizes], once in a pass through the model, and :meth:`whole` where that was made
+        for them."""
         whole = None
 
         def measure() -> tuple[Tensor, Tensor]:
