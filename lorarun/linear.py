@@ -200,21 +200,21 @@ class Linear(Weighted):
     def finish(self, y: Tensor, running: Running | None = None) -> Tensor:
         """y, the product with the weight and the adapter's matrices, as the adapter scales and shifts it: the one that
         runs, or another."""
-        scale, bias = self.after(y.dtype, running)
-        if scale is not None:
-            return rescale(y, scale, bias)
+        running = running or self.running()
+        bias = self.shift(running)
+        if running.magnitude is not None:
+            return rescale(y, running.magnitude / self._norms(running, y.dtype), bias)
         return y if bias is None else y + bias.to(y.dtype)
 
-    def after(self, dtype: torch.dtype, running: Running | None = None) -> tuple[Tensor | None, Tensor | None]:
-        """What the product in ``dtype`` is multiplied by and what is added to it then, [out] each; None: nothing is."""
-        running = running or self.running()
+    def shift(self, running: Running) -> Tensor | None:
+        """What is added [out] once the product is scaled; None: nothing is, or the product has the bias already."""
         if not running.after:
-            return None, None
+            return None
         bias = self.bias if running.bias is None else running.bias
-        if running.added is not None:
-            added = running.branch.scale * running.added
-            bias = added if bias is None else bias + added
-        return None if running.magnitude is None else running.magnitude / self._norms(running, dtype), bias
+        if running.added is None:
+            return bias
+        added = running.branch.scale * running.added
+        return added if bias is None else bias + added
 
     def _norms(self, running: Running, dtype: torch.dtype) -> Tensor:
         """‖row of W + scale · B · A‖ [out], once in a pass through the model."""

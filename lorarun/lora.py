@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorarun.dora import row_norms
 from lorarun.initial import first_values
+from lorarun.kernels.row_norms import row_norms
 from lorarun.linear import Adapter
 from lorarun.nn import Linear, Model
 from lorarun.options import Lora, faults, of_pattern

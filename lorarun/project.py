@@ -33,10 +33,11 @@ from lorarun.kernels.gated import adapted_backward, adapted_forward, gated
 from lorarun.kernels.lora import Branch, lora_down, lora_grad, lora_input_grad, lora_up_, serves
 from lorarun.kernels.replay import decide, frame, keep
 from lorarun.kernels.rescale import columns, rescale_backward, rescale_forward
+from lorarun.kernels.row_norms import row_scales
 from lorarun.kernels.scaled import quantize_rows, scaled_mm
 from lorarun.linear import Linear, biases_beside, few_projected
 from lorarun.nn import untouched
-from lorarun.quant.store import Store, dense_side_by_side
+from lorarun.quant.store import Store, dense_side_by_side, dequantize
 
 
 def obstacle(linears: Sequence[Linear], dtype: torch.dtype) -> str | None:
@@ -94,6 +95,7 @@ class Frozen:
     """
 
     def __init__(self, linears: Sequence[Linear]) -> None:
+        self.linears = linears
         self.weights = [linear.weight for linear in linears]
         self.biases = biases_beside(linears)
         self.sizes = [linear.out_features for linear in linears]
@@ -106,6 +108,28 @@ class Frozen:
     def whole(self, dtype: torch.dtype) -> Tensor | None:
         """Stored weights dequantised [Σ sizes, in], for several products in a row; None for dense ones."""
         return dense_side_by_side(self.weights, dtype) if self.stored and self.scaled is None else None
+
+    def scales(
+        self, branches: Sequence[Branch], magnitudes: Sequence[Tensor | None], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """DoRA's lengths and scales [Σ sizes], once in a pass through the model, and :meth:`whole` where that was made
+        for them."""
+        whole = None
+
+        def measure() -> tuple[Tensor, Tensor]:
+            nonlocal whole
+            whole = self.whole(dtype)
+            dense = [dequantize(w, dtype) for w in self.weights] if whole is None else whole.split(self.sizes)
+            squares = [
+                None if magnitude is None else linear.norms.squares(linear.weight, part)
+                for linear, part, magnitude in zip(self.linears, dense, magnitudes, strict=True)
+            ]
+            return row_scales(dense, branches, squares, magnitudes)
+
+        given = (*_factors(branches), *magnitudes)
+        hold = self.linears[0].norms.hold
+        norms, scales = decide(("scales", *self.linears), lambda: hold(given, measure))
+        return norms, scales, whole
 
     def mm(self, x: Tensor, whole: Tensor | None = None) -> Tensor:
         """x [rows, in] → [rows, Σ sizes], biases added."""
@@ -159,7 +183,8 @@ def _cast(grads: Sequence[Tensor | None], like: Sequence[Tensor | None]) -> list
 
 class _Project(torch.autograd.Function):
     """Saves x (unless every A is frozen) and u.  Backward: dx = dy·W + the adapters' part; dA and dB in one pass over x
-    and one over dy.  With scale [Σ sizes] the outputs are z · scale + shift, and the products z are saved as well.
+    and one over dy.  With magnitudes [size] the outputs are z · magnitude / length + shift, and z is saved as well, and
+    the lengths and their quotients [Σ sizes].
 
     Replayed, the outputs are those of the first time if the block's policy kept ``name``.
     """
@@ -167,33 +192,42 @@ class _Project(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, frozen: Frozen, branches: list[Branch], drop: Dropout | None, name: str, x: Tensor,
-        scale: Tensor | None, shift: Tensor | None, *factors: Tensor | None,
+        shift: Tensor | None, *learned: Tensor | None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
+        factors, magnitudes = learned[: 2 * len(branches)], learned[2 * len(branches) :]
         branches = _rejoin(branches, factors)
         u = lora_down(x, branches, drop) if any(branch.rank for branch in branches) else None
+        norms = scales = whole = None
+        if any(magnitude is not None for magnitude in magnitudes):
+            norms, scales, whole = frozen.scales(branches, magnitudes, x.dtype)
 
         def products() -> Tensor:
-            y = frozen.mm(x)
+            nonlocal whole
+            y, whole = frozen.mm(x, whole), None
             return y if u is None else lora_up_(y, u, branches)
 
         y = z = keep(name, products)
-        if scale is not None:
-            y = rescale_forward(z, scale, shift)
+        if scales is not None:
+            y = rescale_forward(z, scales, shift)
         ctx.frozen, ctx.drop = frozen, drop
         ctx.shapes = [Branch(branch.size, scale=branch.scale) for branch in branches]
-        needs_x = any(ctx.needs_input_grad[7::2])
-        ctx.save_for_backward(x if needs_x else None, u, None if scale is None else z, scale, shift, *factors)
+        ctx.magnitudes = [None if magnitude is None else magnitude.dtype for magnitude in magnitudes]
+        needs_x = any(ctx.needs_input_grad[6 : 6 + len(factors) : 2])
+        ctx.save_for_backward(x if needs_x else None, u, None if scales is None else z, norms, scales, *factors)
         return tuple(y.split(frozen.sizes, dim=1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
-        x, u, z, scale, shift, *factors = ctx.saved_tensors
+        x, u, z, norms, scales, *factors = ctx.saved_tensors
         dy = side_by_side(dys)
         grads: list[Tensor | None] = [None] * len(factors)
-        dscale = dshift = None
+        dmagnitudes: list[Tensor | None] = [None] * len(ctx.magnitudes)
+        dshift = None
         if z is not None:
-            dy, dscale, dshift = rescale_backward(dy, z, scale)
+            dy, dm, dshift = rescale_backward(dy, z, scales, norms, ctx.needs_input_grad[5])
+            pairs = zip(dm.split(ctx.frozen.sizes), ctx.magnitudes, strict=True)
+            dmagnitudes = [None if dtype is None else part.to(dtype) for part, dtype in pairs]
         dx, needs_dx = None, ctx.needs_input_grad[4]
         if u is not None:
             branches = _rejoin(ctx.shapes, factors)
@@ -201,7 +235,7 @@ class _Project(torch.autograd.Function):
             dx, grads[::2] = lora_input_grad(x, du, branches, ctx.drop, needs_dx)
         if needs_dx:
             dx = ctx.frozen.mm_t(dy, dx)
-        return None, None, None, None, dx, *_cast((dscale, dshift, *grads), (scale, shift, *factors))
+        return None, None, None, None, dx, dshift, *_cast(grads, factors), *dmagnitudes
 
 
 def side_by_side(parts: Sequence[Tensor]) -> Tensor:
@@ -363,17 +397,20 @@ def project(x: Tensor, *linears: Linear, name: str = "") -> tuple[Tensor, ...]:
             return tuple(linear.adapt(y.unflatten(0, x.shape[:-1]), x) for linear, y in zip(linears, ys, strict=True))
         return tuple(linear(x) for linear in linears)
     branches, drop = served
-    if drop is None and (few := few_projected(_rows(x), linears, branches)) is not None:
-        ys = tuple(y.unflatten(0, x.shape[:-1]) for y in few.split([linear.out_features for linear in linears], dim=1))
-        return tuple(linear.finish(y) for linear, y in zip(linears, ys, strict=True))
-    after = [linear.after(x.dtype) for linear in linears]
-    sizes = [linear.out_features for linear in linears]
-    scale = columns([each[0] for each in after], sizes, 1.0)
-    shift = None if scale is None else columns([each[1] for each in after], sizes, 0.0)
-    ys = _Project.apply(Frozen(linears), branches, drop, name, _rows(x), scale, shift, *_factors(branches))
+    frozen, running = Frozen(linears), [linear.running() for linear in linears]
+    magnitudes = [each.magnitude for each in running]
+    shifts = [linear.shift(each) for linear, each in zip(linears, running, strict=True)]
+    scaled = any(magnitude is not None for magnitude in magnitudes)
+    shift = columns(shifts, frozen.sizes) if scaled else None
+    few = few_projected(_rows(x), linears, branches) if drop is None else None
+    if few is None:
+        ys = _Project.apply(frozen, branches, drop, name, _rows(x), shift, *_factors(branches), *magnitudes)
+    else:
+        if scaled:
+            few = rescale_forward(few, frozen.scales(branches, magnitudes, x.dtype)[1], shift)
+        ys = few.split(frozen.sizes, dim=1)
     ys = tuple(y.unflatten(0, x.shape[:-1]) for y in ys)
-    shifts = [None if scale is not None else bias for _, bias in after]
-    return tuple(y if bias is None else y + bias.to(y.dtype) for y, bias in zip(ys, shifts, strict=True))
+    return tuple(y if scaled or b is None else y + b.to(y.dtype) for y, b in zip(ys, shifts, strict=True))
 
 
 def gated_mlp(h: Tensor, gate: Linear, up: Linear, down: Linear, act: str, residual: Tensor | None = None) -> Tensor:

@@ -283,8 +283,10 @@ def test_too_large_says_what_would_fit():
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "gemma3-text"])
-def test_kernels_allocate_on_meta_what_they_allocate(tiny, device, name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "dora"), [("llama3", False), ("llama3", True), ("qwen3", False), ("gemma3-text", False)]
+)
+def test_kernels_allocate_on_meta_what_they_allocate(tiny, device, name, dora, monkeypatch):
     """One block through its kernels, under the interpreter or on a GPU, and in shapes."""
     kernel = backend._kernel_class()
     launch = kernel.__getitem__
@@ -300,7 +302,7 @@ def test_kernels_allocate_on_meta_what_they_allocate(tiny, device, name, monkeyp
     events = []
     for where in (device.type, "meta"):
         model = lorarun.load(tiny(name), device=device, bits=4)
-        lorarun.add_lora(model, r=4)
+        lorarun.add_lora(model, r=4, dora=dora)
         model.model.layers, model.policies = model.model.layers[:1], ["keep"]
         model.train().to(where)
         ids, seen = torch.zeros(1, 32, dtype=torch.int64, device=where), Tracer(where)

@@ -109,7 +109,7 @@ def _down(
 
 
 @triton.jit
-def _segment(block, p_0, p_1, p_2, n0, n1, n2, r0, r1, r2, s0, s1, s2, BLOCK_N: tl.constexpr):
+def segment(block, p_0, p_1, p_2, n0, n1, n2, r0, r1, r2, s0, s1, s2, BLOCK_N: tl.constexpr):
     """Which output a block of columns belongs to: (its B, columns, rank, scale, first column of all, block within,
     number)."""
     c0, c1 = tl.cdiv(n0, BLOCK_N), tl.cdiv(n1, BLOCK_N)
@@ -128,7 +128,7 @@ def _up(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
-    p_b, n, r, s, start, within, which = _segment(
+    p_b, n, r, s, start, within, which = segment(
         tl.program_id(0), p_b0, p_b1, p_b2, n0, n1, n2, r0, r1, r2, s0, s1, s2, BLOCK_N
     )
     o_n = within * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -158,7 +158,7 @@ def _grad(
     """One block of columns over one group of rows: its part of du, and the group's part of dB."""
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     block, part = tl.program_id(0), tl.program_id(1)
-    p_b, n, r, s, start, within, which = _segment(block, p_b0, p_b1, p_b2, n0, n1, n2, r0, r1, r2, s0, s1, s2, BLOCK_N)
+    p_b, n, r, s, start, within, which = segment(block, p_b0, p_b1, p_b2, n0, n1, n2, r0, r1, r2, s0, s1, s2, BLOCK_N)
     o_n = within * BLOCK_N + tl.arange(0, BLOCK_N)
     o_r = tl.arange(0, WIDTH)
     m_n = o_n < n
@@ -263,7 +263,7 @@ def serves(x: Tensor, branches: Sequence[Branch], drop: Dropout | None = None) -
     return runs_triton(x) and shapes and len(dtypes) == 1 and whole and even
 
 
-def _triples(branches: Sequence[Branch]) -> tuple[list[Any], list[Any], list[int], list[int], list[float]]:
+def triples(branches: Sequence[Branch]) -> tuple[list[Any], list[Any], list[int], list[int], list[float]]:
     """(A, B, ranks, sizes, scales), three of each; a missing adapter borrows another's pointer and has rank 0."""
     present = next(branch for branch in branches if branch.a is not None)
     padded = [*branches, *[Branch(0)] * (3 - len(branches))]
@@ -311,7 +311,7 @@ def lora_down(x: Tensor, branches: Sequence[Branch], drop: Dropout | None = None
                 u[:, i * width : i * width + branch.rank] = dropped @ branch.a.to(x.dtype).T
         return u
     u = torch.empty((len(x), n * width), dtype=x.dtype, device=x.device)
-    a, _, ranks, _, _ = _triples(branches)
+    a, _, ranks, _, _ = triples(branches)
     every = triton.next_power_of_2(n * width)
     block_m, block_k, warps, stages, _ = tile(DOWN, max(16, every // 2), x)
     rows, cols = x.shape
@@ -342,7 +342,7 @@ def lora_up_(y: Tensor, u: Tensor, branches: Sequence[Branch], residual: Tensor 
                 part += (u[:, i * width : i * width + branch.rank] @ branch.b.to(y.dtype).T) * branch.scale
             start += branch.size
         return y if residual is None else y.add_(residual)
-    _, b, ranks, sizes, scales = _triples(branches)
+    _, b, ranks, sizes, scales = triples(branches)
     block_m, block_n, warps, stages, groups = tile(UP, width, y)
     group, groups = row_groups(len(y), block_m, groups)
     if len(y):
@@ -370,7 +370,7 @@ def lora_grad(dy: Tensor, u: Tensor, branches: Sequence[Branch]) -> tuple[Tensor
             dbs.append(None if branch.b is None else (part.T.float() @ u[:, at].float()) * branch.scale)
             start += branch.size
         return du, dbs
-    _, b, ranks, sizes, scales = _triples(branches)
+    _, b, ranks, sizes, scales = triples(branches)
     block_m, block_n, warps, stages, groups = tile(GRAD, width, dy)
     total, counts = sum(sizes), [triton.cdiv(size, block_n) for size in sizes]
     group, groups = row_groups(rows, block_m, groups)
@@ -406,7 +406,7 @@ def lora_input_grad(
         return dx, das
     if x is None and not needs_dx:
         return None, [None] * n
-    a, _, ranks, _, _ = _triples(branches)
+    a, _, ranks, _, _ = triples(branches)
     block_m, block_k, warps, stages, groups = tile(INPUT_GRAD, width, du)
     group, groups = row_groups(rows, block_m, groups)
     sums = torch.empty((groups if x is not None else 0, n * width, cols), dtype=torch.float32, device=du.device)

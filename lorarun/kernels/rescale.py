@@ -50,10 +50,10 @@ def _rescale(
 
 @triton.jit
 def _rescale_backward(
-    p_dy, p_z, p_s, p_dz, p_ds, p_db, rows, cols, stride_dy, stride_z, group,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    p_dy, p_z, p_s, p_n, p_dz, p_ds, p_db, rows, cols, stride_dy, stride_z, group,
+    NORMS: tl.constexpr, BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns over a group of rows: dz, and the group's parts of ds and db."""
+    """A block of columns over a group of rows: dz, and the group's parts of ds (with NORMS ds / n) and db."""
     o_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m_n = o_n < cols
     b_s = tl.load(p_s + o_n, mask=m_n, other=0.0).to(tl.float32)
@@ -64,27 +64,33 @@ def _rescale_backward(
         b_dy = tl.load(p_dy + o_m[:, None] * stride_dy + o_n[None, :], mask=mask, other=0.0).to(tl.float32)
         b_z = tl.load(p_z + o_m[:, None] * stride_z + o_n[None, :], mask=mask, other=0.0).to(tl.float32)
         b_ds += b_dy * b_z
-        b_db += b_dy
+        if BIAS:
+            b_db += b_dy
         b_dz = b_dy * b_s[None, :]
         tl.store(p_dz + o_m[:, None] * cols + o_n[None, :], b_dz.to(p_dz.dtype.element_ty), mask=mask)
     o_part = tl.program_id(1).to(tl.int64) * cols + o_n
-    tl.store(p_ds + o_part, tl.sum(b_ds, axis=0), mask=m_n)
-    tl.store(p_db + o_part, tl.sum(b_db, axis=0), mask=m_n)
+    b_sum = tl.sum(b_ds, axis=0)
+    if NORMS:
+        b_sum /= tl.load(p_n + o_n, mask=m_n, other=1.0)
+    tl.store(p_ds + o_part, b_sum, mask=m_n)
+    if BIAS:
+        tl.store(p_db + o_part, tl.sum(b_db, axis=0), mask=m_n)
 
 
 def _grid(rows: int, cols: int) -> tuple[tuple[int, int], int]:
     """The grid, and the rows of a group."""
-    size = triton.cdiv(triton.cdiv(rows, GROUPS), BLOCK_M) * BLOCK_M
+    size = max(1, triton.cdiv(triton.cdiv(rows, GROUPS), BLOCK_M)) * BLOCK_M
     return (triton.cdiv(cols, BLOCK_N), triton.cdiv(rows, size)), size
 
 
-def columns(parts: Sequence[Tensor | None], sizes: Sequence[int], fill: float) -> Tensor | None:
-    """Vectors of these sizes one behind the other, ``fill`` where there is none; None where there is none at all."""
+def columns(parts: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
+    """Vectors of these sizes one behind the other in fp32, zeros where there is none; None where there is none at
+    all."""
     there = [part for part in parts if part is not None]
     if not there:
         return None
     pairs = zip(parts, sizes, strict=True)
-    return torch.cat([there[0].new_full((n,), fill) if part is None else part for part, n in pairs]).float()
+    return torch.cat([there[0].new_zeros(n) if part is None else part for part, n in pairs]).float()
 
 
 def rescale_forward(z: Tensor, s: Tensor, b: Tensor | None = None) -> Tensor:
@@ -99,20 +105,23 @@ def rescale_forward(z: Tensor, s: Tensor, b: Tensor | None = None) -> Tensor:
     return y
 
 
-def rescale_backward(dy: Tensor, z: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dz in the dtype of z [rows, cols], ds and db in fp32."""
+def rescale_backward(
+    dy: Tensor, z: Tensor, s: Tensor, norms: Tensor | None = None, bias: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dz in the dtype of z [rows, cols], ds and db in fp32 (db None unless ``bias``).
+
+    norms [cols], fp32: for s = m / norms, which are constant, dm = ds / norms takes the place of ds.
+    """
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    if not len(z):
-        zero = torch.zeros(z.shape[1], device=z.device)
-        return dz, zero, zero
     grid, group = _grid(*z.shape)
-    sums = torch.empty((2, grid[1], z.shape[1]), dtype=torch.float32, device=z.device)
-    _rescale_backward[grid](
-        dy, z, s, dz, sums[0], sums[1], *z.shape, dy.stride(0), z.stride(0), group,
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=WARPS,
-    )  # fmt: skip
-    ds, db = sums.sum(1)
-    return dz, ds, db
+    sums = torch.empty((1 + bias, grid[1], z.shape[1]), dtype=torch.float32, device=z.device)
+    if len(z):
+        _rescale_backward[grid](
+            dy, z, s, norms, dz, sums[0], sums[-1], *z.shape, dy.stride(0), z.stride(0), group,
+            NORMS=norms is not None, BIAS=bias, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=WARPS,
+        )  # fmt: skip
+    totals = sums.sum(1)
+    return dz, totals[0], totals[1] if bias else None
 
 
 class _Rescale(torch.autograd.Function):
@@ -128,8 +137,9 @@ class _Rescale(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         z, s = ctx.saved_tensors
-        dz, ds, db = rescale_backward(dy if dy.stride(1) == 1 else dy.contiguous(), z, s)
-        return dz, ds.to(s.dtype), None if ctx.bias is None else db.to(ctx.bias)
+        rows = dy if dy.stride(1) == 1 else dy.contiguous()
+        dz, ds, db = rescale_backward(rows, z, s, bias=ctx.bias is not None)
+        return dz, ds.to(s.dtype), None if db is None else db.to(ctx.bias)
 
 
 def rescale(z: Tensor, s: Tensor, b: Tensor | None = None) -> Tensor:

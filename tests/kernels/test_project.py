@@ -6,6 +6,7 @@ import pytest
 import torch
 from kernels.checks import close, narrow, poison
 
+from lorarun.dora import held
 from lorarun.kernels.backend import reference
 from lorarun.linear import Adapter, Clock, Linear, few_projected
 from lorarun.project import gated_mlp, obstacle, project
@@ -172,6 +173,25 @@ def test_few_rows_with_options(device, options):
             expected = [*project(x.double(), *exact), exact[0](x.double())]
     for i, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
         close(ours, theirs, f"result {i}", 16)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("stored", [False, True])
+def test_lengths_are_held_on_to_for_all_projections_of_an_input(device, stored):
+    torch.manual_seed(0)
+    linears = [linear(device, torch.float32, 64, n, 4, stored=stored, options=("dora",)) for n in (96, 32)]
+    x = torch.randn(1, 3, 64, device=device)
+    with torch.no_grad():
+        with held([m.norms for m in linears]):
+            lengths = [linears[0].norms.last for _ in range(3) if project(x, *linears)]
+            assert lengths[0] is not None and all(each is lengths[0] for each in lengths)
+        assert linears[0].norms.last is None
+        before = project(x, *linears)
+        linears[1].factors("default")[1].data *= 3  # announces nothing
+        after = project(x, *linears)
+        assert torch.equal(before[0], after[0]) and not torch.equal(before[1], after[1])
+        for ours, each in zip(after, linears, strict=True):
+            close(ours, copy.deepcopy(each).double()(x.double()), "after an edit", 128)
 
 
 @pytest.mark.kernel

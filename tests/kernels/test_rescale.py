@@ -4,8 +4,7 @@ import pytest
 import torch
 from kernels.checks import close, narrow, poison
 
-from lorarun.dora import row_norms
-from lorarun.kernels.rescale import rescale, rescale_reference
+from lorarun.kernels.rescale import rescale, rescale_backward, rescale_reference
 
 
 @pytest.mark.kernel
@@ -32,25 +31,18 @@ def test_rescale(device, rows, cols, bias, half):
         close(ours.detach(), theirs.detach(), f"result {i}", 4 if i < 2 else 64)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_row_norms(dtype):
+@pytest.mark.kernel
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [0, 3, 700])
+def test_the_gradient_of_what_is_divided_by_a_length(device, rows, bias):
     torch.manual_seed(0)
-    w, a, b = torch.randn(50, 70).to(dtype), torch.randn(4, 70), torch.randn(50, 4)
-    w[7] = 0
-    b[7] = 0
-    rounded = a.to(dtype).double()
-    exact = (w.double() + 0.7 * b.double() @ rounded).norm(dim=1)
-    got = row_norms(w, a, b, 0.7)
-    assert got.dtype == torch.float32
-    exact[7] = got[7]  # a row of zeros has a length to divide by
-    assert 0 < got[7] < 1e-15
-    bound = 1e-6 if dtype == torch.float32 else 2**-8  # W · Aᵀ is rounded to the dtype
-    assert ((got / exact - 1).abs() < bound).all()
-    assert (row_norms(w.double(), a, b, 0.7) - (w.double() + 0.7 * (b @ a).double()).norm(dim=1))[8:].abs().max() < 1e-4
-
-
-def test_an_update_that_cancels_the_weight_is_no_nan():
-    torch.manual_seed(0)
-    a, b = torch.randn(4, 70), torch.randn(50, 4)
-    w = -(b @ a)
-    assert (row_norms(w, a, b, 1.0) < 2**-10 * w.norm(dim=1)).all()
+    dy, z = torch.randn(2, rows, 129, device=device)
+    s, norms = torch.rand(2, 129, device=device) + 0.5
+    poison(device)
+    dz, dm, db = rescale_backward(dy, z, s, norms, bias)
+    exact = [t.double() for t in (dy, z, s, norms)]
+    close(dz, exact[0] * exact[2], "dz")
+    close(dm, (exact[0] * exact[1]).sum(0) / exact[3], "dm", 64)
+    assert (db is not None) == bias
+    if db is not None:
+        close(db, exact[0].sum(0), "db", 64)

@@ -163,21 +163,22 @@ def distances(call, groups, inputs):
 
 @pytest.mark.kernel
 @pytest.mark.parametrize(
-    ("ranks", "stored", "bias", "dropout"),
+    ("ranks", "stored", "bias", "dropout", "options"),
     [
-        ((8, 8, 8), True, False, 0.0),
-        ((4, 0, 16), False, True, 0.25),
-        ((0, 0, 0), True, True, 0.0),
-        ((80, 8, 8), True, True, 0.0),
+        ((8, 8, 8), True, False, 0.0, ()),
+        ((4, 0, 16), False, True, 0.25, ()),
+        ((0, 0, 0), True, True, 0.0, ()),
+        ((80, 8, 8), True, True, 0.0, ()),
+        ((4, 0, 16), True, True, 0.0, ("dora",)),
     ],
 )
-def test_project(device, ranks, stored, bias, dropout):
+def test_project(device, ranks, stored, bias, dropout, options):
     """The frozen products see the same codes on both sides.  dB has nothing of FP8 in it, and a rank of 80 is not
     served by kernels: then both are the same path."""
     torch.manual_seed(0)
     dtype = narrow(device)
     sizes = zip((96, 48, 48), ranks, strict=True)
-    linears = [linear(device, dtype, 64, n, r, bias, dropout, stored=stored) for n, r in sizes]
+    linears = [linear(device, dtype, 64, n, r, bias, dropout, stored=stored, options=options) for n, r in sizes]
     x = torch.randn(2, 35, 64).to(device, dtype)
     found = distances(lambda ls, x: project(x, *ls), [linears], [x])
     assert all(error < 8 * torch.finfo(dtype).eps for error, _ in found), found
