@@ -448,7 +448,7 @@ def test_what_is_kept_is_measured_on_what_is_written(
             save_merged(idle, tmp_path / "base", bits=bits)
         without = packed.dequantised(tmp_path / "base")
     assert list(kept) == [path for path, _ in linears(model)]
-    rows: dict[str, torch.Tensor] = {}
+    rows: dict[str, list[tuple[float, float, str, torch.Tensor]]] = {}
     for path, linear in linears(model):
         a, b = linear.factors("default")
         w = linear.weight.dequantize(FP32) if held else linear.weight.detach()
@@ -461,14 +461,39 @@ def test_what_is_kept_is_measured_on_what_is_written(
         sums = torch.cat([sums, (v - plain - u).square().sum().view(1)])
         # W + U is rounded to fp32 on the way, 1e-7 of W beside U, which is 3 % of it.
         torch.testing.assert_close(torch.tensor(kept[path]).double(), sums, rtol=1e-4, atol=1e-5 * float(sums[1]))
-        layer = path.split(".")[2]
-        rows[layer] = rows.get(layer, 0) + sums
-    for layer, (w, u, along, away) in [*rows.items(), ("all", sum(rows.values()))]:
-        line = f"{layer:>5} {(u / w).sqrt():>16.3%} {along / u:>6.0%} {(away / u).sqrt():>11.2f}x"
+        w, u, along, away = sums
+        rows.setdefault(path.split(".")[-1], []).append((float((away / u).sqrt()), float(along / u), path, sums))
+    assert len(rows) == 7
+    for kind, layers in rows.items():
+        layers.sort()
+        w, u, _, _ = sum(sums for *_, sums in layers)
+        line = f"{kind:<12} {(u / w).sqrt():>14.3%}"
+        for far, share, *_ in (layers[2], layers[3]):  # of four
+            line += f" {share:>6.0%} {far:>11.2f}x"
+        line += f"  in {layers[3][2].split('.')[2]}\n"
         assert (line in printed) == (bits < 16), line
+    w, u, along, away = sum(sums for layers in rows.values() for *_, sums in layers)
+    line = f"{'all':<12} {(u / w).sqrt():>14.3%} {along / u:>6.0%} {(away / u).sqrt():>11.2f}x\n"
+    assert (line in printed) == (bits < 16), line
     share = export_weights.total(kept.values()).share
     # On the grid of its own codes an update of a fraction of a step is lost; elsewhere it is there on average.
     assert share < 0.9 if bits == held else 0.9 < share < 1.1
+
+
+def test_a_layer_that_is_off_by_its_whole_update_is_named(even: Tiny, tmp_path: Path) -> None:
+    """On average all of a small update is in codes that W was not on, but each weight by itself is mostly noise."""
+    model = small(even("llama3"), 0.1)
+    tiny = dict(linears(model))["model.layers.2.mlp.up_proj"]
+    tiny.factors("default")[1].data.mul_(0.05)
+    with pytest.warns(UserWarning, match="requantising to 8 bits erred by") as said:
+        kept = save_merged(model, tmp_path / "eight", bits=8)
+    times = kept["model.layers.2.mlp.up_proj"].off
+    assert times > 1 and export_weights.total(kept.values()).share > 0.9
+    words = f"in 1 of 28 projections (model.layers.2.mlp.up_proj: {times:.1f} times). bits=16"
+    assert len(said) == 1 and words in str(said[0].message) and said[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_merged(model, tmp_path / "wide", dtype=FP32)
 
 
 def test_an_adapter_that_does_nothing_has_nothing_to_lose(even: Tiny, tmp_path: Path) -> None:
