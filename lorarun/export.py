@@ -68,9 +68,9 @@ def save_merged(
     dtype: of all floating-point tensors that are written dense (bfloat16, float16, float32); by default each keeps its
     own, and those that were quantised get what ``config.json`` or the GGUF file stands for, mostly bfloat16.
     bits: 16, weights that are not quantised.  4, bitsandbytes NF4 with double quantisation.  8, FP8 e4m3 with a scale a
-    row (compressed-tensors), or in the blocks that the model was loaded in (``fp8``).  Quantised are the projections of
-    the blocks that the model has quantised, all where it has none; everything else stays dense and is named in
-    ``config.json``.
+    row (compressed-tensors), or in the blocks that the model was loaded in (``fp8``); other programs round activations
+    to FP8 for these (see :mod:`lorarun.packing`).  Quantised are the projections of the blocks that the model has
+    quantised, all where it has none; everything else stays dense and is named in ``config.json``.
 
     Returns, by projection, how much of the adapter's update is in what was written (see
     :mod:`lorarun.export_weights`).  With fewer bits than 16 a summary is printed.  A warning says when it is little, or
