@@ -306,7 +306,9 @@ def _blank(form: Form, shape: tuple[int, ...]) -> Store:
 def _spellings(module: str) -> list[str]:
     """A module of a multimodal checkpoint as older and newer files, transformers and vLLM call it."""
     inner = module.removeprefix("model.")
-    if not inner.startswith("language_model."):
-        return [inner, f"model.{inner}"]
+    if not inner.startswith("language_model."):  # published towers have a level that newer transformers leave out
+        short = inner.replace("vision_tower.vision_model.", "vision_tower.")
+        long = short.replace("vision_tower.", "vision_tower.vision_model.")
+        return [short, f"model.{short}", long, f"model.{long}"]
     text = inner.removeprefix("language_model.").removeprefix("model.")
     return [f"language_model.model.{text}", f"model.language_model.{text}"] if text != "lm_head" else [inner, text]

@@ -23,6 +23,7 @@ import transformers
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, preset_name_to_scheme
 from merging import adapted, leftovers, logits, same_bits, tensors_of
 from peft_side import FAMILIES, PROJECTIONS, fill_b, off, reference
+from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import FP8Linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
@@ -309,6 +310,28 @@ def test_the_configuration_is_what_vllm_documents(tiny: Tiny, tmp_path: Path) ->
     for part in ("weights", "input_activations"):
         got, expected = (getattr(each, part).model_dump(exclude={"observer"}) for each in (group, scheme))
         assert got == expected
+
+
+@pytest.mark.parametrize("kind", ["four", "eight", "blocks"])
+@pytest.mark.parametrize("level", ["vision_tower.", "vision_tower.vision_model."])
+def test_a_vision_tower_stays_dense(level: str, kind: str, even: Tiny, tmp_path: Path) -> None:
+    """Published files of Gemma 3 have one level more in its names than transformers' modules and what that saves."""
+    source = copied(even("gemma3"), tmp_path)
+    tensors = {name.replace("vision_tower.", level): tensor for name, tensor in tensors_of(source).items()}
+    save_file(tensors, source / packed.FILE, {"format": "pt"})
+    if kind == "blocks":
+        packed.quantise_fp8(source, (32, 16))
+    save_merged(adapted(source), tmp_path / "out", dtype=FP32, bits=4 if kind == "four" else 8)
+    theirs = complete(tmp_path / "out")
+    for name, tensor in tensors.items():
+        if "vision" in name:
+            path = f"model.{name.replace('vision_tower.vision_model.', 'vision_tower.')}"
+            assert same_bits(theirs.get_parameter(path).detach(), tensor.float()), path
+    if kind == "blocks":
+        theirs = on_a_gpu(tmp_path / "out")
+    marks = {"four": "Linear4bit", "eight": "quantization_scheme", "blocks": "FP8Linear"}
+    linear = {n: m for n, m in theirs.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert {n for n, m in linear.items() if marks[kind] in (type(m).__name__, *vars(m))} == projections(theirs)
 
 
 @pytest.mark.parametrize("name", ALL)
