@@ -44,6 +44,7 @@ COPIED = (".json", ".jinja", ".model", ".txt")  # of the source's small files; L
 LEFT = ("adapter_config.json", ".index.json")  # endings of names that are not
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 KEPT = 0.9  # of an update, below which the user is told
+FAR = 1.0  # times an update, which a projection may be off it before they are told: without it, it would be as far off
 
 
 def save_merged(
@@ -67,12 +68,13 @@ def save_merged(
     dtype: of all floating-point tensors that are written dense (bfloat16, float16, float32); by default each keeps its
     own, and those that were quantised get what ``config.json`` or the GGUF file stands for, mostly bfloat16.
     bits: 16, weights that are not quantised.  4, bitsandbytes NF4 with double quantisation.  8, FP8 e4m3 with a scale a
-    row (compressed-tensors), or in the blocks that the model was loaded in (``fp8``).  Quantised are the projections of
-    the blocks that the model has quantised, all where it has none; everything else stays dense and is named in
-    ``config.json``.
+    row (compressed-tensors), or in the blocks that the model was loaded in (``fp8``); other programs round activations
+    to FP8 for these (see :mod:`lorarun.packing`).  Quantised are the projections of the blocks that the model has
+    quantised, all where it has none; everything else stays dense and is named in ``config.json``.
 
     Returns, by projection, how much of the adapter's update is in what was written (see
-    :mod:`lorarun.export_weights`); with fewer bits than 16 that is printed too, and a warning says where it is little.
+    :mod:`lorarun.export_weights`).  With fewer bits than 16 a summary is printed.  A warning says when it is little, or
+    when projections are off by as much as their whole update.
 
     Raises ValueError for arguments, a model or a ``path`` that do not allow it, OSError for a full disk, RuntimeError
     when the verification fails; then nothing is left behind.
@@ -100,15 +102,28 @@ def save_merged(
     print(f"save_merged: {path} is complete and verified; {len(kept)} projections were merged.", file=sys.stderr)
     if export.forms:
         print(f"save_merged: how much of the adapter's update is in it:\n{table(kept)}", file=sys.stderr)
-    if (share := total(kept.values()).share) < KEPT:
-        what, steps = ("requantising", "the codes") if export.forms else ("rounding", "the weights")
-        keeps = "bits=16 (--bits 16) keeps more" if export.forms else "dtype=torch.float32 (--dtype float32) keeps all"
-        warnings.warn(
-            f"save_merged: {what} to {bits} bits kept {share:.0%} of the adapter's update; the rest is below half a "
-            f"step of {steps}. {keeps}, and so does the adapter itself.",
-            stacklevel=2,
-        )
+    _warn_of_losses(export, kept, bits)
     return kept
+
+
+def _warn_of_losses(export: Export, kept: dict[str, Kept], bits: int) -> None:
+    """Warn where little of the update is in what was written, and where what is wrong there is larger than it."""
+    what, steps = ("requantising", "the codes") if export.forms else ("rounding", "the weights")
+    keeps = "bits=16 (--bits 16) keeps more" if export.forms else "dtype=torch.float32 (--dtype float32) keeps all"
+    said = []
+    if (share := total(kept.values()).share) < KEPT:
+        said.append(f"kept {share:.0%} of the adapter's update (the rest is below half a step of {steps})")
+    if far := [path for path, one in kept.items() if one.off >= FAR]:
+        worst = max(far, key=lambda path: kept[path].off)
+        said.append(
+            f"erred by as much as the update is or more in {len(far)} of {len(kept)} projections ({worst}: "
+            f"{kept[worst].off:.1f} times)"
+        )
+    if said:
+        warnings.warn(
+            f"save_merged: {what} to {bits} bits {' and '.join(said)}. {keeps}, and so does the adapter itself.",
+            stacklevel=3,
+        )
 
 
 # --- before --------------------------------------------------------------------------------------------------------

@@ -76,16 +76,26 @@ def total(values: Iterable[Kept]) -> Kept:
 
 
 def table(kept: Mapping[str, Kept]) -> str:
-    """By layer, how much of the updates is in what was written."""
-    rows: dict[str, list[Kept]] = {}
-    for path, value in kept.items():
-        block = block_of(path)
-        rows.setdefault(path if block is None else str(block), []).append(value)
-    lines = ["layer   update/weights   kept   off/update"]
-    for name, values in [*rows.items(), ("all", list(kept.values()))]:
-        one = total(values)
-        lines.append(f"{name:>5} {one.size:>16.3%} {one.share:>6.0%} {one.off:>11.2f}x")
-    return "\n".join(lines)
+    """How much of the updates is in what was written: by kind of projection, with the layers that are in the middle and
+    last by ``off``, and for all as one."""
+    kinds: dict[str, list[str]] = {}
+    for path in kept:
+        kinds.setdefault(path.rpartition(".")[2], []).append(path)
+    lines = [
+        "                              median layer         worst layer",
+        "projection   update/weights   kept   off/update    kept   off/update",
+    ]
+    for kind, paths in kinds.items():
+        paths.sort(key=lambda path: kept[path].off)
+        middle, worst, block = paths[len(paths) // 2], paths[-1], block_of(paths[-1])
+        cells = _row(kind, total(kept[path] for path in paths).size, kept[middle], kept[worst])
+        lines.append(cells if block is None else f"{cells}  in {block}")
+    one = total(kept.values())
+    return "\n".join([*lines, _row("all", one.size, one)])
+
+
+def _row(name: str, size: float, *values: Kept) -> str:
+    return f"{name:<12} {size:>14.3%}" + "".join(f" {value.share:>6.0%} {value.off:>11.2f}x" for value in values)
 
 
 @dataclass
@@ -296,7 +306,9 @@ def _blank(form: Form, shape: tuple[int, ...]) -> Store:
 def _spellings(module: str) -> list[str]:
     """A module of a multimodal checkpoint as older and newer files, transformers and vLLM call it."""
     inner = module.removeprefix("model.")
-    if not inner.startswith("language_model."):
-        return [inner, f"model.{inner}"]
+    if not inner.startswith("language_model."):  # published towers have a level that newer transformers leave out
+        short = inner.replace("vision_tower.vision_model.", "vision_tower.")
+        long = short.replace("vision_tower.", "vision_tower.vision_model.")
+        return [short, f"model.{short}", long, f"model.{long}"]
     text = inner.removeprefix("language_model.").removeprefix("model.")
     return [f"language_model.model.{text}", f"model.language_model.{text}"] if text != "lm_head" else [inner, text]

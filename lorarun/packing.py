@@ -5,8 +5,15 @@ a folder gets the ``quantization_config`` that says so.  Three formats are writt
 
     bitsandbytes NF4      what ``QuantState.as_dict`` there makes of a weight.  Read by transformers, PEFT, vLLM.
     FP8, a scale a row    compressed-tensors' "float-quantized" by channel, activations quantised by token as they come.
-                          Read by vLLM, and by transformers with the compressed-tensors package.
+                          It is the scheme FP8_DYNAMIC, which vLLM documents as FP8 W8A8.  Read by vLLM, and by
+                          transformers with the compressed-tensors package.
     FP8 in blocks         as DeepSeek and Qwen3 publish it.  Read by vLLM and transformers.
+
+With FP8 inputs of projections are rounded, too: vLLM multiplies codes by codes, which is what makes it fast, and logits
+move farther than by the weights alone.  Rows in transformers: the first pass dequantises weights, inputs are rounded to
+FP8 and back, on a CPU as well, and scales are rounded to the model's dtype; loading with
+``quantization_config=CompressedTensorsConfig(dequantize=True)`` leaves inputs as they are and rounds weights once.
+Blocks in transformers: without a GPU, weights are dequantised on loading and inputs left as they are.
 
 Which layers are not quantised is written out by name, every one.  The programs have defaults for a list that is left
 out (the head, mostly), and a layer that is dense in the file and not on their list is quantised a second time or filled

@@ -1,8 +1,8 @@
 """Merged checkpoints in four and eight bits, and merged ones out of quantised and GGUF sources.
 
-What is written is read by transformers, with bitsandbytes for four bits, and by lorarun, and both must answer alike.
-The recipes here have widths that are multiples of 64, since bitsandbytes' CPU code is wrong for others (its CUDA code
-is not), and transformers dequantises FP8 with partial blocks wrongly.
+What is written is read by transformers, with bitsandbytes for four bits and compressed-tensors for eight, and by
+lorarun, and both must answer alike.  The recipes here have widths that are multiples of 64, since bitsandbytes' CPU
+code is wrong for others (its CUDA code is not), and transformers dequantises FP8 with partial blocks wrongly.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ import tiny as checkpoints
 import torch
 import toy
 import transformers
+from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, preset_name_to_scheme
 from merging import adapted, leftovers, logits, same_bits, tensors_of
 from peft_side import FAMILIES, PROJECTIONS, fill_b, off, reference
+from safetensors.torch import save_file
+from transformers.integrations.finegrained_fp8 import FP8Linear
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 import lorarun
 from lorarun import export, export_weights
@@ -35,7 +39,7 @@ from lorarun.quant.store import FP8Store, stores
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:_check_is_size|.*`is_gradient_checkpointing`"),
+    pytest.mark.filterwarnings("ignore:_check_is_size|.*`is_gradient_checkpointing`|You passed `quantization_config`"),
 ]
 Tiny = Callable[[str], Path]
 ALL = [*FAMILIES, "gemma3"]
@@ -84,6 +88,37 @@ def exactly(folder: Path) -> Any:
     return model
 
 
+def complete(folder: Path, dtype: torch.dtype = FP32, **how: Any) -> Any:
+    """transformers' model of a folder that has all that it looks for, and nothing else."""
+    auto = transformers.AutoModelForCausalLM
+    model, said = auto.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager", output_loading_info=True, **how
+    )
+    assert not any(said.values()), said
+    return model.eval()
+
+
+def dequantising() -> Any:
+    return transformers.CompressedTensorsConfig(dequantize=True)
+
+
+def projections(model: Any) -> set[str]:
+    """Those that are quantised, by transformers' names."""
+    names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    return {n for n in names if n.rpartition(".")[2] in PROJECTIONS and ".layers." in n and "vision" not in n}
+
+
+def on_a_gpu(folder: Path) -> Any:
+    """The modules into which transformers would read FP8 blocks on a GPU, without values."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    fields = {k: v for k, v in config.quantization_config.items() if k != "quant_method"}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        quantizer = FineGrainedFP8HfQuantizer(transformers.FineGrainedFP8Config(**fields), pre_quantized=True)
+        quantizer.preprocess_model(model)
+    return model
+
+
 def kinds(model: Any) -> dict[str, str]:
     """The class of every module of transformers' that is a Linear of some kind."""
     return {n: type(m).__name__ for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
@@ -126,10 +161,7 @@ def test_four_bits_in_transformers(name: str, even: Tiny, tmp_path: Path, capsys
     assert flipped <= 1e-4 * total  # x · (1 / absmax) beside x / absmax, at the middle between two codes
 
     theirs = exactly(tmp_path / "four")
-    found = kinds(theirs)
-    assert {n for n, kind in found.items() if kind == "Linear4bit"} == {
-        n for n in found if n.rpartition(".")[2] in PROJECTIONS and ".layers." in n and "vision" not in n
-    }
+    assert {n for n, kind in kinds(theirs).items() if kind == "Linear4bit"} == projections(theirs)
     ours = load(tmp_path / "four", dtype=FP32)
     assert len(dict(stores(ours))) == 7 * model.config.num_hidden_layers
     # fp32 sums in another order, through half a dozen layers
@@ -219,8 +251,97 @@ def test_eight_bits_a_row(name: str, tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
+def test_eight_bits_a_row_in_transformers(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    """By its own quantizer and the compressed-tensors package: dequantised on loading, and as it comes.
+
+    A weight is a code times a scale, rounded to fp32 once, whoever does it: they are equal to the bit.  As it comes,
+    the first pass dequantises weights, and inputs of projections are rounded to FP8, on a CPU too: that is the only
+    other thing in it.
+    """
+    save_merged(adapted(tiny(name)), tmp_path / "eight", dtype=FP32, bits=8)
+    copy = reference(packed.dense_copy(tmp_path / "eight", tmp_path / "dense"))
+    ours, expected = load(tmp_path / "eight", dtype=FP32), logits(copy)
+    dense, theirs = complete(tmp_path / "eight", quantization_config=dequantising()), complete(tmp_path / "eight")
+    quantised = {n for n, m in theirs.named_modules() if hasattr(m, "quantization_scheme")}
+    assert quantised == projections(theirs) and len(quantised) == len(dict(stores(ours)))
+    assert {theirs.get_submodule(path).weight.dtype for path in quantised} == {torch.float8_e4m3fn}
+
+    rounded = logits(theirs)
+    for model in (dense, theirs):
+        for path, weight in copy.named_parameters():
+            assert torch.equal(model.get_parameter(path), weight), path
+    # fp32 sums, in another order through half a dozen layers for ours
+    torch.testing.assert_close(logits(dense), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(ours), logits(dense), rtol=0, atol=1e-4)
+    for path in quantised:
+        copy.get_submodule(path).register_forward_pre_hook(lambda module, inputs: packed.by_token(inputs[0]))
+    torch.testing.assert_close(rounded, logits(copy), rtol=0, atol=1e-5)
+    assert 0.02 < off(rounded, expected) < 0.2  # e4m3 is off by 2⁻⁴ at most, by 0.026 on average, and there are 28
+
+
+def test_eight_bits_in_the_arithmetic_of_bfloat16(tiny: Tiny, tmp_path: Path) -> None:
+    """transformers rounds scales to the dtype that it computes in, unless it dequantises on loading."""
+    save_merged(adapted(tiny("qwen3")), tmp_path / "eight", bits=8)
+    expected = packed.dequantised(tmp_path / "eight")
+    dense = complete(tmp_path / "eight", torch.bfloat16, quantization_config=dequantising())
+    theirs = complete(tmp_path / "eight", torch.bfloat16)
+    logits(theirs)
+    for path in projections(theirs):
+        weight = expected[f"{path}.weight"]
+        assert torch.equal(dense.get_submodule(path).weight, weight.bfloat16()), path
+        got = theirs.get_submodule(path).weight
+        assert got.dtype == torch.bfloat16
+        # 2⁻⁸ for each of two roundings
+        assert ((got.float() - weight).abs() <= (2**-7 + 2**-16) * weight.abs()).all(), path
+    ours = load(tmp_path / "eight", dtype=torch.bfloat16)
+    noise = off(logits(dense), logits(load(tmp_path / "eight", dtype=FP32)))
+    assert off(logits(ours), logits(dense)) < 2 * noise < 0.1
+
+
+def test_the_configuration_is_what_vllm_documents(tiny: Tiny, tmp_path: Path) -> None:
+    """Its FP8 W8A8 is the scheme FP8_DYNAMIC of compressed-tensors, with which it reads config.json."""
+    save_merged(adapted(tiny("llama3")), tmp_path / "eight", bits=8)
+    config = QuantizationConfig.model_validate(config_of(tmp_path / "eight")["quantization_config"])
+    assert config.format == "float-quantized" and config.quantization_status == QuantizationStatus.COMPRESSED
+    (group,) = config.config_groups.values()
+    scheme = preset_name_to_scheme("FP8_DYNAMIC", ["Linear"])
+    for part in ("targets", "output_activations"):
+        assert getattr(group, part) == getattr(scheme, part)
+    for part in ("weights", "input_activations"):
+        got, expected = (getattr(each, part).model_dump(exclude={"observer"}) for each in (group, scheme))
+        assert got == expected
+
+
+@pytest.mark.parametrize("kind", ["four", "eight", "blocks"])
+@pytest.mark.parametrize("level", ["vision_tower.", "vision_tower.vision_model."])
+def test_a_vision_tower_stays_dense(level: str, kind: str, even: Tiny, tmp_path: Path) -> None:
+    """Published files of Gemma 3 have one level more in its names than transformers' modules and what that saves."""
+    source = copied(even("gemma3"), tmp_path)
+    tensors = {name.replace("vision_tower.", level): tensor for name, tensor in tensors_of(source).items()}
+    save_file(tensors, source / packed.FILE, {"format": "pt"})
+    if kind == "blocks":
+        packed.quantise_fp8(source, (32, 16))
+    save_merged(adapted(source), tmp_path / "out", dtype=FP32, bits=4 if kind == "four" else 8)
+    theirs = complete(tmp_path / "out")
+    for name, tensor in tensors.items():
+        if "vision" in name:
+            path = f"model.{name.replace('vision_tower.vision_model.', 'vision_tower.')}"
+            assert same_bits(theirs.get_parameter(path).detach(), tensor.float()), path
+    if kind == "blocks":
+        theirs = on_a_gpu(tmp_path / "out")
+    marks = {"four": "Linear4bit", "eight": "quantization_scheme", "blocks": "FP8Linear"}
+    linear = {n: m for n, m in theirs.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert {n for n, m in linear.items() if marks[kind] in (type(m).__name__, *vars(m))} == projections(theirs)
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_fp8_blocks_stay_blocks(name: str, even: Tiny, tmp_path: Path) -> None:
-    """In the blocks of the source, as transformers dequantises them; what was not merged is not touched."""
+    """In the blocks of the source, as transformers dequantises them; what was not merged is not touched.
+
+    transformers multiplies with blocks by kernels from the hub that are for GPUs alone (DeepGEMM's and Triton's), and
+    without a GPU its quantizer dequantises on loading: that is what is compared.  What it would load on one is held
+    against the file by names, shapes and dtypes.
+    """
     source = copied(even(name), tmp_path)
     packed.quantise_fp8(source, (32, 16))
     model = adapted(source, targets=["q_proj", "down_proj"])
@@ -238,8 +359,18 @@ def test_fp8_blocks_stay_blocks(name: str, even: Tiny, tmp_path: Path) -> None:
             assert same.float().mean() > 0.999  # w · (448 / absmax) beside w / scale, at the middle between two codes
     config = config_of(tmp_path / "eight")["quantization_config"]
     assert (config["quant_method"], config["weight_block_size"]) == ("fp8", [32, 16])
-    ours, theirs = load(tmp_path / "eight", dtype=FP32), reference(tmp_path / "eight")
+    ours, theirs = load(tmp_path / "eight", dtype=FP32), complete(tmp_path / "eight")
     torch.testing.assert_close(logits(ours), logits(theirs), rtol=0, atol=1e-4)
+    dense = reference(packed.dense_copy(tmp_path / "eight", tmp_path / "dense"))
+    torch.testing.assert_close(logits(theirs), logits(dense), rtol=0, atol=1e-5)
+    gpu = on_a_gpu(tmp_path / "eight")
+    blocks = {n: m for n, m in gpu.named_modules() if isinstance(m, FP8Linear)}
+    assert blocks.keys() == projections(gpu)
+    stored = {path_of(key): tensor for key, tensor in after.items()}
+    for path, module in blocks.items():
+        for part in (".weight", ".weight_scale_inv"):
+            got, wanted = stored[path_of(path) + part.removesuffix(".weight")], module.get_parameter(part[1:])
+            assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype), path
 
 
 def test_blocks_of_64_hold_in_what_is_written(even: Tiny, tmp_path: Path) -> None:
@@ -448,7 +579,7 @@ def test_what_is_kept_is_measured_on_what_is_written(
             save_merged(idle, tmp_path / "base", bits=bits)
         without = packed.dequantised(tmp_path / "base")
     assert list(kept) == [path for path, _ in linears(model)]
-    rows: dict[str, torch.Tensor] = {}
+    rows: dict[str, list[tuple[float, float, str, torch.Tensor]]] = {}
     for path, linear in linears(model):
         a, b = linear.factors("default")
         w = linear.weight.dequantize(FP32) if held else linear.weight.detach()
@@ -461,14 +592,39 @@ def test_what_is_kept_is_measured_on_what_is_written(
         sums = torch.cat([sums, (v - plain - u).square().sum().view(1)])
         # W + U is rounded to fp32 on the way, 1e-7 of W beside U, which is 3 % of it.
         torch.testing.assert_close(torch.tensor(kept[path]).double(), sums, rtol=1e-4, atol=1e-5 * float(sums[1]))
-        layer = path.split(".")[2]
-        rows[layer] = rows.get(layer, 0) + sums
-    for layer, (w, u, along, away) in [*rows.items(), ("all", sum(rows.values()))]:
-        line = f"{layer:>5} {(u / w).sqrt():>16.3%} {along / u:>6.0%} {(away / u).sqrt():>11.2f}x"
+        w, u, along, away = sums
+        rows.setdefault(path.split(".")[-1], []).append((float((away / u).sqrt()), float(along / u), path, sums))
+    assert len(rows) == 7
+    for kind, layers in rows.items():
+        layers.sort()
+        w, u, _, _ = sum(sums for *_, sums in layers)
+        line = f"{kind:<12} {(u / w).sqrt():>14.3%}"
+        for far, share, *_ in (layers[2], layers[3]):  # of four
+            line += f" {share:>6.0%} {far:>11.2f}x"
+        line += f"  in {layers[3][2].split('.')[2]}\n"
         assert (line in printed) == (bits < 16), line
+    w, u, along, away = sum(sums for layers in rows.values() for *_, sums in layers)
+    line = f"{'all':<12} {(u / w).sqrt():>14.3%} {along / u:>6.0%} {(away / u).sqrt():>11.2f}x\n"
+    assert (line in printed) == (bits < 16), line
     share = export_weights.total(kept.values()).share
     # On the grid of its own codes an update of a fraction of a step is lost; elsewhere it is there on average.
     assert share < 0.9 if bits == held else 0.9 < share < 1.1
+
+
+def test_a_layer_that_is_off_by_its_whole_update_is_named(even: Tiny, tmp_path: Path) -> None:
+    """On average all of a small update is in codes that W was not on, but each weight by itself is mostly noise."""
+    model = small(even("llama3"), 0.1)
+    tiny = dict(linears(model))["model.layers.2.mlp.up_proj"]
+    tiny.factors("default")[1].data.mul_(0.05)
+    with pytest.warns(UserWarning, match="requantising to 8 bits erred by") as said:
+        kept = save_merged(model, tmp_path / "eight", bits=8)
+    times = kept["model.layers.2.mlp.up_proj"].off
+    assert times > 1 and export_weights.total(kept.values()).share > 0.9
+    words = f"in 1 of 28 projections (model.layers.2.mlp.up_proj: {times:.1f} times). bits=16"
+    assert len(said) == 1 and words in str(said[0].message) and said[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_merged(model, tmp_path / "wide", dtype=FP32)
 
 
 def test_an_adapter_that_does_nothing_has_nothing_to_lose(even: Tiny, tmp_path: Path) -> None:
