@@ -187,6 +187,8 @@ def test_what_cannot_be_talked_to(chat: Chat, tiny: Tiny, tmp_path: Path) -> Non
         chat([], tiny("llama3"))
     with pytest.raises(SystemExit, match="chat: .*nowhere"):
         chat([], tmp_path / "nowhere")
+    with pytest.raises(SystemExit, match=r"chat: .*nowhere .*expected the folder of an adapter"):
+        chat([], tiny("llama3"), "--adapter", tmp_path / "nowhere")
     base = tmp_path / "base"
     shutil.copytree(tiny("llama3"), base)
     toy.make(base)
