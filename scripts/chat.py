@@ -18,6 +18,7 @@ import time
 import lorarun
 from lorarun.cache import Cache
 from lorarun.nn import Model
+from lorarun.progress import plain_warnings
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  (arrow keys at the prompt, where there is such a module)
@@ -123,4 +124,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    plain_warnings()
     main()

@@ -22,6 +22,7 @@ from lorarun.gguf import DTYPES as GGUF_DTYPES
 from lorarun.gguf import save_gguf
 from lorarun.hub import resolve_adapter
 from lorarun.load import load
+from lorarun.progress import plain_warnings
 from lorarun.publish import push_to_hub
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -64,4 +65,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    plain_warnings()
     main()
