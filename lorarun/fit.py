@@ -150,6 +150,8 @@ def _stored(out: Path, resume: bool) -> dict[str, Any] | None:
                 f"fit: {out} has checkpoints of a run, the last of them {found[-1].name}; resume=True goes on from "
                 "there. For another run, choose another folder or remove the checkpoints."
             )
+        if (out / "adapter").exists():
+            _say(f"{out / 'adapter'} of an earlier run will be replaced")
         return None
     if distributed.rank() == 0:
         clear_partial(out)
