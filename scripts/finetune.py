@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", required=True, action="append", help="file or folder to learn from; may be repeated")
     parser.add_argument("--eval", help="file of held-out rows, whose loss is measured before and after")
     parser.add_argument("--question", help="ask this before and after")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for what is written (default: out)")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="new folder for what is written (default: out)")
     parser.add_argument("--template", help="chat template for a model without one, such as chatml")
     parser.add_argument("--fold-system", action="store_true", help="put system texts into the next user turn")
     parser.add_argument("--device", help="such as cpu or cuda:1 (default: the accelerator, else the CPU)")
