@@ -1,9 +1,10 @@
 """The key/value cache of decoding: every row has a length of its own, and nothing is kept for padding.
 
-All memory is allocated once.  A full layer has a slot for each token of a row, a sliding layer a ring of as many slots
-as its window: token p lies in slot p % window, so that after writing a step's key the ring holds exactly what its query
-may see, in whatever order (a softmax does not ask).  The usual way aligns rows on the right and keeps their padding in
-every layer; here a row of 5 tokens beside one of 4,000 reads 5.
+A full layer has a slot for each token of a row, a sliding layer a ring of as many slots as its window: token p lies in
+slot p % window, so that after writing a step's key the ring holds exactly what its query may see, in whatever order (a
+softmax does not ask).  The usual way aligns rows on the right and keeps their padding in every layer; here a row of 5
+tokens beside one of 4,000 reads 5.  All memory is allocated once, or, where nobody knows how long a conversation
+becomes, twice as much whenever it is full.
 
 What a pass brings is told by the shape of its ids:
 
@@ -21,7 +22,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lorarun.kernels.attention import Spans, document_spans
 from lorarun.kernels.decode_attention import Step
@@ -45,13 +46,14 @@ class Plan(NamedTuple):
 class Cache:
     """Keys and values of every layer for ``batch`` rows of at most ``capacity`` tokens.
 
+    first: how many tokens a row has room for at first; more is allocated when a row needs it.  None: ``capacity``.
     ``lengths`` are the rows' tokens so far, ``filled`` the same on the device, int32 [batch].  ``ids`` and
     ``adapters`` are for whoever fills the cache to note what each row holds, and which adapter made it.
     """
 
-    def __init__(self, model: Model, batch: int, capacity: int) -> None:
+    def __init__(self, model: Model, batch: int, capacity: int, first: int | None = None) -> None:
         config = model.config
-        self.batch, self.capacity = batch, capacity
+        self.batch, self.capacity, self.room = batch, capacity, capacity if first is None else min(first, capacity)
         self.windows: list[int | None] = list(config.windows)
         self.lengths, self._longest = [0] * batch, 1
         self.filled = torch.zeros(batch, dtype=torch.int32, device=model.device)
@@ -65,7 +67,7 @@ class Cache:
         self._step: dict[int, tuple[Tensor, Tensor]] = {}  # slot and count of a step for each size of a layer
         self._layers: list[tuple[Tensor, Tensor]] = []
         for window in self.windows:
-            shape = (batch, min(capacity, window or capacity), config.num_key_value_heads, config.head_dim)
+            shape = (batch, min(self.room, window or self.room), config.num_key_value_heads, config.head_dim)
             # Zeros, as what nobody wrote is multiplied by a weight of 0.
             keys = torch.zeros(shape, dtype=model.dtype, device=model.device)
             self._layers.append((keys, torch.zeros_like(keys)))
@@ -167,11 +169,16 @@ class Cache:
         positions[source] = place
         moves = {}
         for n in self._sizes():
-            chosen = (source, row, place % n) if n == self.capacity else (t[back < n] for t in (source, row, place % n))
+            chosen = (source, row, place % n) if n == self.room else (t[back < n] for t in (source, row, place % n))
             first, second, third = (t.to(device) for t in chosen)
             moves[n] = first, second, third
         self._plan = Plan(rows, histories, added, moves)
         return positions.view(shape).to(device)
+
+    @property
+    def full(self) -> bool:
+        """Whether the next step moves the keys and values to a larger place, which a captured one knows nothing of."""
+        return self.room <= max(self.lengths, default=0) < self.capacity
 
     def advance(self) -> None:
         """Count a step of every row that the device counts itself (in a replayed graph, say)."""
@@ -228,6 +235,17 @@ class Cache:
     def _check(self, wanted: int) -> None:
         if wanted > self.capacity:
             raise ValueError(f"The cache holds {self.capacity} tokens; {wanted} were asked for.")
+        if wanted > self.room:
+            self._grow(min(self.capacity, max(wanted, 2 * self.room)))
+
+    def _grow(self, room: int) -> None:
+        """Have room for so many tokens a row.  A ring that grows has not gone round: its tokens stay in their slots."""
+        for layer, window in enumerate(self.windows):
+            more = min(room, window or room) - self._layers[layer][0].shape[1]
+            if more:
+                keys, values = (nn.functional.pad(held, (0, 0, 0, 0, 0, more)) for held in self._layers[layer])
+                self._layers[layer] = keys, values
+        self.room = room
 
 
 def place(

@@ -98,14 +98,17 @@ def check_schedule(steps: int, ramp: int, fall: int | None, warmup: Any, decay: 
 
 
 def trainable(model: Model) -> dict[str, nn.Parameter]:
-    """The parameters of the active adapter, by name; ValueError where training would have no effect or be lost."""
+    """The parameters of the active adapter, or after ``train_all`` of the model, by name; ValueError where training
+    would have no effect or be lost."""
     check_not_merged(model, "fit")
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if model.whole:
-        raise ValueError(
-            "fit: it trains and saves an adapter; after train_all write a loop as in scripts/finetune.py, with "
-            "lorarun.optim.Optimizer and save_merged."
-        )
+    if model.whole and found:
+        if model.source is None:
+            raise ValueError(
+                "fit: this model was not loaded from a checkpoint, whose files are needed to save it; load it with "
+                "lorarun.load."
+            )
+        return found
     if model.active is None or not found:
         raise ValueError("fit: there is nothing to train; call add_lora(model) first, or use_adapter to choose one.")
     own = set(map(id, lora_parameters(model)))

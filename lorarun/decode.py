@@ -70,6 +70,7 @@ class Decoder:
         if mixed is not None:
             self.adapters = sent(torch.tensor([[mixed.number(row.adapter)] for row in rows]), device)
         self.replay: Callable[[], None] | None = None
+        self.warm = False  # whether a step has run as it would be captured
         self.obstacle = _unfit(model) if capture else obstacle(model)
 
     def prefill(self) -> None:
@@ -161,10 +162,12 @@ class Decoder:
                     return
 
     def _next(self, t: int) -> None:
-        """Step number ``t``, replayed where that is possible; the first one is what will be captured, so that its
-        kernels are compiled and loaded by then."""
-        lasting = self.replay is None and self.obstacle is None and self.steps - max(t, 2) >= REPLAYS
-        if lasting and t > 1:
+        """Step number ``t``, replayed where that is possible; the one before a capture runs as what will be captured,
+        so that its kernels are compiled and loaded by then."""
+        if self.cache.full:
+            self.replay, self.warm = None, False
+        lasting = self.replay is None and self.obstacle is None and self.steps - (t + (not self.warm)) >= REPLAYS
+        if lasting and self.warm:
             lengths = list(self.cache.lengths)
             try:
                 with self.cache.anywhere():
@@ -173,8 +176,9 @@ class Decoder:
                 self.obstacle = f"the capture failed: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
             self.cache.lengths = lengths  # nothing has run
         if self.replay is None:
-            with self.cache.anywhere() if lasting and t == 1 else contextlib.nullcontext():
+            with self.cache.anywhere() if lasting and not self.warm else contextlib.nullcontext():
                 self._step()
+            self.warm = True
         else:
             self.cache.advance()
             self.replay()

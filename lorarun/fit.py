@@ -4,7 +4,7 @@
 rate, the clip, the checkpoint and the metrics; how many batches and processes a step is spread over changes none of
 them, and a run that was killed goes on from its last checkpoint as if it had not been.
 
-What ``fit`` gives up: it trains one adapter with AdamW and nothing else.
+What ``fit`` gives up: it trains one adapter, or every weight of a model, with AdamW and nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from lorarun import distributed
 from lorarun.checks import check_arguments, check_ids, check_schedule, hold_out, summary, trainable
 from lorarun.data import Batches, Prepared, Streamed, batches, prepare
-from lorarun.loop import Fit, Plan, train
+from lorarun.loop import Fit, Plan, folder_of, train
 from lorarun.memory import follow
 from lorarun.nn import Model
 from lorarun.optim import Optimizer, as_steps, starting_scale
@@ -61,7 +61,8 @@ def fit(
     buffer: int | None = None,
     watch: Sequence[str] = (),
 ) -> Fit:
-    """Train the active adapter on ``rows`` with AdamW, and save it to ``out/adapter``.
+    """Train the active adapter on ``rows`` with AdamW, and save it to ``out/adapter``.  After ``train_all`` the model
+    itself is trained, and saved to ``out/model`` by ``save_merged``, in the dtype that it is trained in.
 
     Data.  rows, eval_rows: dicts as :func:`lorarun.data.prepare` describes them.  eval_fraction: take this part of
     ``rows`` for evaluation instead; ``seed`` says which.  epochs: passes over the rows, each in a new order from
@@ -77,7 +78,7 @@ def fit(
     the rate of what is trained in the embedding or the head.  smoothing: of the labels.
 
     Watching.  eval_every: evaluate after each such number of steps; without it, only before the first and after the
-    last.  The adapter of the lowest loss is in ``out/best``; patience: stop after so many evaluations without a lower
+    last.  What had the lowest loss is in ``out/best``; patience: stop after so many evaluations without a lower
     one.  samples: prompts (texts or messages) that are answered whenever the model is evaluated, or would be, into
     ``out/samples.jsonl``.  ``out`` also gets ``metrics.jsonl`` (see :class:`lorarun.progress.Progress`) and pictures
     when matplotlib is installed.  watch: "tensorboard", "wandb".
@@ -85,7 +86,7 @@ def fit(
     Stopping and going on.  save_every: write a checkpoint after each such number of steps and after the last, the
     newest ``keep`` of which stay.  resume: go on from the newest in ``out``, or start where there is none.  A step
     whose gradient is not finite changes nothing; it is named, counted, and its place in the schedule is spent.  Ctrl-C
-    ends the training, saves the adapter as it is, and the result says ``interrupted``.
+    ends the training, saves what there is, and the result says ``interrupted``.
 
     Several processes (``torchrun``, :mod:`lorarun.distributed`) give the result of one; only the first writes.
 
@@ -103,7 +104,7 @@ def fit(
     distributed.check_started("fit")
     parameters = trainable(model)
     out = Path(out)
-    stored = _stored(out, resume)
+    stored = _stored(model, out, resume)
     accumulate = _accumulate(accumulate, stored)
     if eval_fraction:
         rows, eval_rows = hold_out(list(rows), eval_rows, eval_fraction, seed)
@@ -141,7 +142,7 @@ def fit(
     return train(model, made, plan, stored, watchers)
 
 
-def _stored(out: Path, resume: bool) -> dict[str, Any] | None:
+def _stored(model: Model, out: Path, resume: bool) -> dict[str, Any] | None:
     """The newest checkpoint of the run in ``out`` where it is to go on, and its folder."""
     found = checkpoints(out)
     if not resume:
@@ -150,6 +151,8 @@ def _stored(out: Path, resume: bool) -> dict[str, Any] | None:
                 f"fit: {out} has checkpoints of a run, the last of them {found[-1].name}; resume=True goes on from "
                 "there. For another run, choose another folder or remove the checkpoints."
             )
+        if (folder := folder_of(model, out)).exists():
+            _say(f"{folder} of an earlier run will be replaced")
         return None
     if distributed.rank() == 0:
         clear_partial(out)

@@ -101,7 +101,7 @@ def _resolve(
     text = os.fspath(name)
     path = Path(os.path.expanduser(text))
     if not text or not os.path.exists(path):  # which is False, and no error, for names that no file can have
-        repo = _repo(text)
+        repo = _repo(text, adapter)
         folder = _fetch(repo, revision, adapter, check)
         return Source(text, folder, repo, folder.name)
     if not path.is_dir() and (adapter or path.suffix != ".gguf"):
@@ -114,7 +114,10 @@ def _resolve(
     wanted = ["adapter_config.json"] if adapter else ["config.json", "adapter_config.json"]
     if not any((path / file).exists() for file in wanted):
         if adapter and (path / "config.json").exists():
-            raise ValueError(f"{text} holds a model, not an adapter; load it as the model itself.")
+            raise ValueError(
+                f"{text} holds a model, not an adapter: expected a folder with {wanted[0]} and {ADAPTER}, as "
+                "save_adapter writes it."
+            )
         on_hub = text.lower() in ALIASES or re.fullmatch(_HUB_ID, text)
         hint = f" To get {text} from the hub, start Python elsewhere: this folder hides it." if on_hub else ""
         raise ValueError(f"The folder {text} has no {' or '.join(wanted)}, so it is no checkpoint.{hint}")
@@ -130,12 +133,14 @@ def _resolve(
 _HUB_ID = r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*"
 
 
-def _repo(text: str) -> str:
+def _repo(text: str, adapter: bool) -> str:
     """The hub id that a name stands for, when no such folder exists."""
-    if text.lower() in ALIASES:
+    if text.lower() in ALIASES and not adapter:
         print(f"{text} -> {ALIASES[text.lower()]}", file=sys.stderr)
         return ALIASES[text.lower()]
     accepted = "a local folder, a hub id such as Qwen/Qwen3-0.6B, or an alias such as llama-3.1-8b-instruct"
+    if adapter:
+        accepted = f"the folder of an adapter, with adapter_config.json and {ADAPTER} in it, or a hub id (owner/name)"
     page = re.fullmatch(rf"https?://[^/]+/({_HUB_ID})(/.*)?", text)
     if page:
         raise ValueError(f"{text} is an address; for that repo write {page[1]!r} (and revision=... for a branch).")
@@ -143,6 +148,8 @@ def _repo(text: str) -> str:
         raise ValueError(f"There is no folder {text} (seen from {Path.cwd()}); expected {accepted}.")
     if re.fullmatch(_HUB_ID, text):
         return text
+    if adapter:
+        raise ValueError(f"{text!r} names no adapter (seen from {Path.cwd()}): expected {accepted}.")
     low = text.lower()
     near = [alias for alias in reversed(ALIASES) if low and (low.startswith(alias) or alias.startswith(low))]
     near += [alias for alias in difflib.get_close_matches(low, ALIASES, n=4) if alias not in near]
@@ -202,7 +209,7 @@ def _shards(index: Path) -> list[str]:
 
 def _fetch(repo: str, revision: str | None, adapter: bool, check: Callable[[Path], object] | None) -> Path:
     """The snapshot's folder (its name is the commit), complete."""
-    files, problem = _list_files(repo, revision)
+    files, problem = _list_files(repo, revision, adapter)
     if files is None:
         folder, missing = _cached(repo, revision, adapter)
         if missing:
@@ -223,14 +230,14 @@ def _fetch(repo: str, revision: str | None, adapter: bool, check: Callable[[Path
     return _download(repo, folder.name, shards)
 
 
-def _list_files(repo: str, revision: str | None) -> tuple[list[str] | None, Exception | None]:
+def _list_files(repo: str, revision: str | None, adapter: bool) -> tuple[list[str] | None, Exception | None]:
     """The files of a repo; or None, and why the hub did not tell (None: it was not to be asked)."""
     if _offline():
         return None, None
     try:
         info = huggingface_hub.HfApi().model_info(repo, revision=revision, timeout=TIMEOUT)
     except Exception as error:
-        problem = _explain(error, repo, revision)
+        problem = _explain(error, repo, revision, adapter)
         if problem is None:
             raise
         if isinstance(error, errors.RevisionNotFoundError):
@@ -288,11 +295,11 @@ def _not_cached(repo: str, revision: str | None, missing: list[str]) -> Exceptio
     return FileNotFoundError(
         f"{repo} at revision {revision or 'main'} is not complete in the cache {huggingface_hub.constants.HF_HUB_CACHE}"
         f" ({abbreviate(missing)} missing) and {_offline()} forbids asking the hub: unset it once to download, or give "
-        "a local folder."
+        f"a local folder (there is none {repo} here)."
     )
 
 
-def _explain(error: Exception, repo: str, revision: str | None) -> Exception | None:
+def _explain(error: Exception, repo: str, revision: str | None, adapter: bool = False) -> Exception | None:
     """huggingface_hub's exception as one sentence that says what to do; None for what is not about the hub."""
     page = f"https://huggingface.co/{repo}"
     who = "the token in use has no access" if huggingface_hub.get_token() else "no token was given"
@@ -302,8 +309,8 @@ def _explain(error: Exception, repo: str, revision: str | None) -> Exception | N
         return PermissionError(f"{repo} is gated and {who}: accept its terms at {page}, then {login}.")
     if isinstance(error, errors.RepositoryNotFoundError):
         return ValueError(
-            f"There is no folder {repo} here and no such model on the hub, or it is private and {who}: check the "
-            f"spelling at {page}, or {login}."
+            f"There is no folder {repo} here and no such {'adapter' if adapter else 'model or adapter'} on the hub, or "
+            f"it is private and {who}: check the spelling at {page}, or {login}."
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return ValueError(f"{repo} has no revision {revision!r}: give a branch, tag or commit of {page}/commits.")
@@ -330,6 +337,7 @@ def _explain(error: Exception, repo: str, revision: str | None) -> Exception | N
         return ConnectionError(
             f"There is no folder {repo} here (seen from {Path.cwd()}), and the hub at "
             f"{huggingface_hub.constants.ENDPOINT} could not be asked for it ({cause}): check the "
-            "network and proxy settings and run again (what was fetched is kept), or give a local folder."
+            "network and proxy settings and run again (what was fetched is kept), or give "
+            f"{'the folder of an adapter' if adapter else 'a local folder'}."
         )
     return None

@@ -32,6 +32,7 @@ from lorarun.models import build_model
 from lorarun.nn import Model
 from lorarun.quant.store import FP8Store, NF4Store, Store
 from lorarun.quantised import read_scheme
+from lorarun.template import NAMED
 from lorarun.tokenizer import Tokenizer
 
 STORES: dict[int, type[Store]] = {4: NF4Store, 8: FP8Store}
@@ -62,7 +63,8 @@ def load(
     revision: a branch, tag or commit of the hub repository.
     adapter: a folder or hub id of a PEFT adapter to put on the model.
     mmap: False reads the shards sequentially, which network file systems prefer.
-    template: a chat template by name, for a base model that has none (see :class:`lorarun.tokenizer.Tokenizer`).
+    template: a chat template by name, for a base model that has none (see :class:`lorarun.tokenizer.Tokenizer`).  One
+        that is not the checkpoint's, this one or the adapter's, is named on stderr.
     skip: projections that stay dense although ``bits`` says otherwise, by name or what their names end in
         ("down_proj", "layers.0.mlp.up_proj").
 
@@ -106,12 +108,16 @@ def load(
     model.asked = {"bits": bits, "dtype": dtype}
     _check_fits(model, dtype, place, stores)
     _say(checkpoint, model.stored, stores, place)
+    origin = "was asked for"
     if folder is not None and template is None:
-        template = adapters.template_of(folder)
+        template, origin = adapters.template_of(folder), "was saved with the adapter"
     if isinstance(checkpoint, Gguf):
         model.tokenizer = _unpacked_tokenizer(checkpoint, raw, template)
     else:
         model.tokenizer = Tokenizer.load(source.folder, template=template)
+    if model.tokenizer is not None and model.tokenizer.replaced:
+        name = next((f" {name!r}" for name, (text, _) in NAMED.items() if text == model.tokenizer.template), "")
+        print(f"load: messages are written with the chat template{name} that {origin}.", file=sys.stderr)
     model.requires_grad_(False).eval()
     fill(model, checkpoint, dtype, place, mmap, model.nested, stores)
     model.source, model.original = source, partial(_original, source.folder, model.nested)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ import torch
 from lorarun import distributed
 from lorarun.adapter import save_adapter
 from lorarun.data import Batch, Batches, Streamed
+from lorarun.export import save_merged
 from lorarun.generate import generate
 from lorarun.nn import Model
 from lorarun.optim import Optimizer, learning_rate
@@ -40,11 +42,11 @@ class Fit(NamedTuple):
     last_loss: float | None
     eval_before: float | None
     eval_after: float | None
-    adapter: Path
+    adapter: Path  # after train_all the whole model, a checkpoint
     metrics: Path
     plot: Path | None
     interrupted: bool
-    best: Path | None  # the adapter of the lowest evaluation loss, None where none was below that before training
+    best: Path | None  # as ``adapter``, at the lowest evaluation loss; None where none was below that before training
     best_loss: float | None
     stopped: bool  # by patience
 
@@ -75,7 +77,7 @@ class Run:
     """How far a run has come."""
 
     step: int = 0  # optimizer steps done, the skipped ones too
-    taken: int = 0  # those that changed the adapter
+    taken: int = 0  # those that changed something
     used: int = 0  # batches
     digest: str = ""  # of a stream's batches so far
     best: float = math.inf  # the lowest evaluation loss
@@ -88,7 +90,7 @@ def train(
 ) -> Fit:
     """Do what ``plan`` says, from the start or from what a checkpoint has ``stored``."""
     run, rows = (Run(), []) if stored is None else _go_on(model, optimizer, plan, stored)
-    training, interrupted = model.training, False
+    training, interrupted, folder = model.training, False, folder_of(model, plan.out)
     optimizer.clear()  # gradients of a backward pass before this call
     _cut_samples(plan, run)
     with Progress(plan.out, plan.steps, rows, watchers, mute=distributed.rank() > 0) as progress:
@@ -113,26 +115,44 @@ def train(
                 progress.note(f"the rows ended after {run.step} of {plan.steps} steps")
         except KeyboardInterrupt:
             interrupted = True
-            progress.note("interrupted: saving the adapter as it is")
+            progress.note(f"interrupted: saving the {folder.name} as it is")
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(_out_of_memory(model, plan, run, error)) from error
         finally:
             model.train(training)
             optimizer.clear()
             if run.taken == 0:
-                progress.note(f"no step was taken, so {plan.out / 'adapter'} is left as it was")
+                progress.note(f"no step was taken, so {folder} is left as it was")
             elif distributed.rank() == 0:  # also when an error ends the run
-                save_adapter(model, plan.out / "adapter")
+                _write(model, folder)
     if not interrupted:
-        distributed.gathered(None)  # nobody returns before the adapter is there
-    return _result(plan, run, progress, interrupted)
+        distributed.gathered(None)  # nobody returns before it is there
+    return _result(plan, run, progress, interrupted, folder)
+
+
+def folder_of(model: Model, out: Path) -> Path:
+    """Where what is trained is saved: an adapter, or after ``train_all`` the model."""
+    return out / ("model" if model.whole else "adapter")
+
+
+def _write(model: Model, folder: Path) -> None:
+    """Save what is trained in the place of an earlier one; a model in the dtype that it was trained in."""
+    if not model.whole:
+        return save_adapter(model, folder)
+    fresh = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    save_merged(model, fresh, dtype=None if model.dtype == torch.float64 else model.dtype)
+    if folder.exists():
+        shutil.rmtree(folder)
+    fresh.rename(folder)
 
 
 def _out_of_memory(model: Model, plan: Plan, run: Run, error: BaseException) -> str:
     """What a step that did not fit says: where it was, what is kept, what would help."""
     made = model.planned
     expected = f" {made.reserved / 2**30:.2f} GiB were planned for {made.tokens:,} tokens." if made else ""
-    saved = f"the adapter of {run.taken} steps is in {plan.out / 'adapter'}" if run.taken else "no step was taken"
+    folder = folder_of(model, plan.out)
+    saved = f"the {folder.name} of {run.taken} steps is in {folder}" if run.taken else "no step was taken"
     if plan.save_every and run.step >= plan.save_every:
         saved += ", and resume=True goes on from the last checkpoint"
     return (
@@ -227,7 +247,7 @@ def why_skipped(model: Model, step: Sequence[Batch], clock: int, broken: Sequenc
 
 
 def _look(model: Model, plan: Plan, run: Run, progress: Progress) -> None:
-    """Evaluate, keep the best adapter, write samples."""
+    """Evaluate, keep the best, write samples."""
     if plan.held is not None:
         found = evaluate(model, plan.held)
         progress.evaluated(**found._asdict())
@@ -235,7 +255,7 @@ def _look(model: Model, plan: Plan, run: Run, progress: Progress) -> None:
         if found.loss < run.best:
             run.best, run.best_step, run.stale = found.loss, run.step, 0
             if run.step and distributed.rank() == 0:
-                save_adapter(model, plan.out / "best")
+                _write(model, plan.out / "best")
     if plan.samples and distributed.rank() == 0:
         answers = generate(model, list(plan.samples), max_new_tokens=SAMPLE_TOKENS)
         with (plan.out / "samples.jsonl").open("a", encoding="utf-8") as file:
@@ -278,7 +298,7 @@ def _save(model: Model, optimizer: Optimizer, plan: Plan, run: Run, progress: Pr
     progress.pause()
 
 
-def _result(plan: Plan, run: Run, progress: Progress, interrupted: bool) -> Fit:
+def _result(plan: Plan, run: Run, progress: Progress, interrupted: bool, folder: Path) -> Fit:
     """What came of it, also in words."""
     done = [row for row in progress.rows if row["step"] > 0]
     first, last = (done[0], done[-1]) if done else ({}, {})
@@ -294,7 +314,7 @@ def _result(plan: Plan, run: Run, progress: Progress, interrupted: bool) -> Fit:
         last_loss=loss,
         eval_before=before.get("eval_loss"),
         eval_after=last.get("eval_loss"),
-        adapter=plan.out / "adapter",
+        adapter=folder,
         metrics=progress.metrics,
         plot=progress.plot,
         interrupted=interrupted,
@@ -303,7 +323,7 @@ def _result(plan: Plan, run: Run, progress: Progress, interrupted: bool) -> Fit:
         stopped=_stopped(plan, run),
     )
     if distributed.rank() == 0:
-        print(f"adapter in {result.adapter}, each step in {result.metrics}", file=sys.stderr)
+        print(f"{folder.name} in {folder}, each step in {result.metrics}", file=sys.stderr)
         if result.best is not None:
             print(f"the best, of step {run.best_step}, in {result.best}", file=sys.stderr)
         if result.plot is not None:

@@ -11,6 +11,7 @@ import json
 import math
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,12 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 QUIET_SECONDS = 10.0  # between two lines where there is no terminal to draw a bar on
+
+
+def plain_warnings() -> None:
+    """From now on warnings are a sentence on stderr, above a bar if there is one, for programs whose users have no use
+    for the line of ours that warns."""
+    warnings.showwarning = lambda message, *_, **__: tqdm.write(f"warning: {message}", file=sys.stderr)
 
 
 class Progress:

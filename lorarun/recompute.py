@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lorarun.cache import Cache
 from lorarun.kernels.replay import Frame, Running
-from lorarun.nn import touched
+from lorarun.nn import Model, touched
 
 # What is kept beside the block's input; "mlp" is what an MLP that closes its block needs for its own backward, a few
 # columns, "down_proj" the output of one that does not.
@@ -43,6 +43,17 @@ KEPT = {
     "offload": frozenset(("mlp",)),
 }
 POLICIES = ("keep", "no_gate_up", *KEPT)
+
+
+def with_policies(model: Model) -> list[tuple[str, Any]]:
+    """The blocks of a model, each behind its policy; ValueError where there is not one for each."""
+    policies, blocks = model.policies, model.model.layers
+    if len(policies) != len(blocks):
+        raise ValueError(
+            f"model.policies has {len(policies)} policies for {len(blocks)} blocks; expected one for each, or let "
+            "lorarun.plan(model, max_tokens, policy=...) set them."
+        )
+    return list(zip(policies, blocks, strict=True))
 
 
 def run_block(

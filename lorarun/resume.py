@@ -1,9 +1,10 @@
 """Checkpoints of a training run, from which a new process goes on as if the old one had never stopped.
 
-A checkpoint is a folder ``step-00000100`` with ``adapter``, which any program that reads PEFT's format can use, and
-``state.pt``: parameters, their fp32 copies, moments, loss scale, the dropout clock, random states, the place in the
-data, how the evaluations went, how many rows of metrics there were, and the run's identity.  On a CPU the steps behind
-it are the same bit for bit; elsewhere as far as the kernels repeat themselves.
+A checkpoint is a folder ``step-00000100`` with ``adapter``, which any program that reads PEFT's format can use (none
+where every weight of the model is trained), and ``state.pt``: parameters, their fp32 copies, moments, loss scale, the
+dropout clock, random states, the place in the data, how the evaluations went, how many rows of metrics there were, and
+the run's identity.  On a CPU the steps behind it are the same bit for bit; elsewhere as far as the kernels repeat
+themselves.
 
 A checkpoint is there whole or not at all: it is written into a hidden folder, synced, and renamed.  A process that is
 killed in the middle leaves that hidden folder, which the next run clears away.
@@ -55,7 +56,8 @@ def write_checkpoint(model: Model, out: Path, step: int, state: Mapping[str, Any
     clear_partial(out)
     partial.mkdir(parents=True)
     try:
-        save_adapter(model, partial / "adapter")
+        if not model.whole:  # whose weights are in the state
+            save_adapter(model, partial / "adapter")
         with (partial / STATE).open("wb") as file:
             torch.save({"format": FORMAT, "step": step, **state}, file)
             file.flush()
@@ -166,8 +168,8 @@ def identity_of(model: Model) -> dict[str, Any]:
             flat = parameter.detach().reshape(-1)
             places = torch.linspace(0, len(flat) - 1, min(SAMPLE, len(flat)), dtype=torch.float64).long()
             base.update(about + flat[places.to(flat.device)].cpu().view(torch.uint8).numpy().tobytes())
-    assert model.active is not None
-    lora = {key: value for key, value in vars(model.adapters[model.active]).items() if key not in ("modules", "seed")}
+    lora = vars(model.adapters[model.active]) if model.active is not None else {}
+    lora = {key: value for key, value in lora.items() if key not in ("modules", "seed")}
     return {
         "base": f"{type(model).__name__} {base.hexdigest()[:16]}",
         "dtype": str(model.dtype),

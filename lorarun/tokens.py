@@ -133,10 +133,10 @@ def check_added(model: Model, ids: Iterable[int]) -> None:
 def train_all(model: Model) -> Model:
     """Train every weight of the model itself, and switch it to training mode.
 
-    An optimizer is given ``model.parameters()``; weights of 16 bits want one that steps fp32 copies, as ``fit`` has
-    (:class:`lorarun.optim.Optimizer`), since a step is far below a rounding of theirs.  ``save_merged`` writes the
-    result as a checkpoint.  Projections run one by one, since the kernels that join them are for frozen weights, and
-    the report says so.
+    ``fit`` trains and saves it then.  In a loop of one's own an optimizer is given ``model.parameters()``; weights of
+    16 bits want one that steps fp32 copies, as ``fit`` has (:class:`lorarun.optim.Optimizer`), since a step is far
+    below a rounding of theirs; and ``save_merged`` writes the result as a checkpoint.  Projections run one by one,
+    since the kernels that join them are for frozen weights, and the report says so.
 
     Returns the model.  Raises ValueError for quantised weights, and for a model that has adapters.
     """

@@ -18,11 +18,12 @@ import time
 import lorarun
 from lorarun.cache import Cache
 from lorarun.nn import Model
+from lorarun.progress import plain_warnings
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  (arrow keys at the prompt, where there is such a module)
 
-ROOM = 4096  # tokens that a conversation has room for at first
+ROOM = 1024  # tokens that a conversation has room for at first
 HELP = "/adapter on|off   /system TEXT   /reset   /exit   (Ctrl-C ends an answer)"
 
 
@@ -55,18 +56,9 @@ def prompt(model: Model, messages: list[dict[str, str]]) -> list[int]:
         return model.tokenizer.encode_prompt(messages, fold_system=True)
 
 
-def cache_for(model: Model, cache: Cache | None, tokens: int) -> Cache:
-    """The one there is, which holds the conversation so far, or a larger one where that is too small."""
-    if cache is not None and cache.capacity >= tokens:
-        return cache
-    return Cache(model, 1, max(tokens, min(max(2 * tokens, ROOM), model.config.max_position_embeddings)))
-
-
-def answer(
-    model: Model, messages: list[dict[str, str]], args: argparse.Namespace, cache: Cache | None
-) -> tuple[str, Cache]:
-    """Stream an answer to the terminal and return it, or as much as there is when Ctrl-C ends it, with the cache that
-    knows the conversation: of the next one, only what is new is computed."""
+def answer(model: Model, messages: list[dict[str, str]], args: argparse.Namespace, cache: Cache) -> str:
+    """Stream an answer to the terminal and return it, or as much as there is when Ctrl-C ends it.  The cache knows the
+    conversation then: of the next one, only what is new is computed."""
     pieces: list[str] = []
 
     def show(piece: str) -> None:
@@ -75,14 +67,13 @@ def answer(
 
     ids, start = prompt(model, messages), time.perf_counter()
     how = {key: getattr(args, key) for key in ("temperature", "top_p", "max_new_tokens", "seed")}
-    cache = cache_for(model, cache, len(ids) + max(1, args.max_new_tokens))
     try:
         count, end = len(lorarun.generate(model, ids, stream=show, cache=cache, **how)), ""
     except KeyboardInterrupt:
         count, end = len(model.tokenizer.encode("".join(pieces), bos=False)), ", stopped"
     print(flush=True)
     note(f"[{count} tokens, {count / (time.perf_counter() - start):.1f} tokens/s{end}]")
-    return "".join(pieces), cache
+    return "".join(pieces)
 
 
 def switch(model: Model, wish: str) -> None:
@@ -106,7 +97,7 @@ def main(argv: list[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         raise SystemExit(f"chat: {error}".replace("template=", "--template ")) from None
     note(HELP)
-    messages, cache = list(start), None
+    messages, cache = list(start), Cache(model, 1, sys.maxsize, first=ROOM)  # it grows with the conversation
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
@@ -127,11 +118,11 @@ def main(argv: list[str] | None = None) -> None:
         elif line:
             asked = [*messages, {"role": "user", "content": line}]
             try:
-                said, cache = answer(model, asked, args, cache)
-                messages = [*asked, {"role": "assistant", "content": said}]
+                messages = [*asked, {"role": "assistant", "content": answer(model, asked, args, cache)}]
             except (ValueError, RuntimeError) as error:
                 note(str(error))
 
 
 if __name__ == "__main__":
+    plain_warnings()
     main()

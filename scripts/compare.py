@@ -23,6 +23,7 @@ import lorarun
 from lorarun.data import prepare, read_rows
 from lorarun.nn import Model
 from lorarun.optim import Optimizer, learning_rate
+from lorarun.progress import plain_warnings
 from lorarun.train import accumulated
 
 RANK = 16
@@ -127,6 +128,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    plain_warnings()
     try:
         main()
     except (ValueError, OSError) as error:

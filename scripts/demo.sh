@@ -17,6 +17,7 @@ esac
 echo "== fetching $model and questions with answers into .cache/models"
 python scripts/fetch.py "$model" data
 echo "== fine-tuning $model"
+rm -rf "out/demo-$model/adapter" # of a demo before this one, which finetune.py would not overwrite
 # Threads that wait asleep cost a fifth of the speed on idle cores, and save three quarters of it on busy ones.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-PASSIVE}"
 python scripts/finetune.py ".cache/models/$model" \

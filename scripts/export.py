@@ -20,7 +20,9 @@ import torch
 from lorarun.export import save_merged
 from lorarun.gguf import DTYPES as GGUF_DTYPES
 from lorarun.gguf import save_gguf
+from lorarun.hub import resolve_adapter
 from lorarun.load import load
+from lorarun.progress import plain_warnings
 from lorarun.publish import push_to_hub
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -46,6 +48,8 @@ def main() -> None:
     if arguments.push and arguments.push.count("/") != 1:
         parser.error(f"--push {arguments.push}: expected owner/name")
     try:
+        if not gguf or arguments.adapter_only:
+            resolve_adapter(arguments.adapter)  # before a base is read; a model without one can become a GGUF file
         if arguments.base is None:
             model = load(arguments.adapter, bits=arguments.load_bits)
         else:
@@ -61,4 +65,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    plain_warnings()
     main()

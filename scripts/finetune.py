@@ -22,9 +22,8 @@ import lorarun
 from lorarun import distributed
 from lorarun.checks import check_ids, summary, trainable
 from lorarun.data import prepare, read_rows
-from lorarun.nn import Model
 from lorarun.optim import Optimizer, learning_rate, starting_scale
-from lorarun.progress import Progress
+from lorarun.progress import Progress, plain_warnings
 from lorarun.train import accumulated, tokens
 
 
@@ -34,7 +33,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", required=True, action="append", help="file or folder to learn from; may be repeated")
     parser.add_argument("--eval", help="file of held-out rows, whose loss is measured before and after")
     parser.add_argument("--question", help="ask this before and after")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for what is written (default: out)")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="new folder for what is written (default: out)")
     parser.add_argument("--template", help="chat template for a model without one, such as chatml")
     parser.add_argument("--fold-system", action="store_true", help="put system texts into the next user turn")
     parser.add_argument("--device", help="such as cpu or cuda:1 (default: the accelerator, else the CPU)")
@@ -49,18 +48,19 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def ask(model: Model, question: str | None, when: str) -> None:
-    if question is None or distributed.rank() > 0:
-        return
-    print(f"\n{when}\n  Q: {question}\n  A: ", end="", flush=True)
-    lorarun.generate(model, [{"role": "user", "content": question}], max_new_tokens=64, stream=True)
-    print()
+def ask(model: lorarun.nn.Model, question: str | None, when: str) -> None:
+    if question is not None and distributed.rank() == 0:
+        print(f"\n{when}\n  Q: {question}\n  A: ", end="", flush=True)
+        lorarun.generate(model, [{"role": "user", "content": question}], max_new_tokens=64, stream=True)
+        print()
 
 
 def main() -> None:
     args = arguments()
     distributed.start()  # under torchrun; alone, nothing
-    first, size = distributed.rank() == 0, distributed.size()
+    first, size, adapter = distributed.rank() == 0, distributed.size(), args.out / "adapter"
+    if adapter.exists():
+        raise ValueError(f"{adapter} is there: choose another --out, or remove it; as the MODEL it is trained further")
     if args.steps is not None and args.steps < 1 or not 0 < args.epochs < float("inf"):
         raise ValueError(f"--steps {args.steps} --epochs {args.epochs}: expected positive numbers")
     rows, held_rows = read_rows(*args.data), read_rows(args.eval) if args.eval else None  # a wrong name is said at once
@@ -90,13 +90,12 @@ def main() -> None:
                 taken += not broken
                 if broken:
                     progress.note(f"step {step + 1} is skipped: {len(broken)} gradients are not finite")
-                facts = {"lr": rate, "grad_norm": norm, "supervised": learned}
-                progress.step(loss.item(), sum(map(tokens, batches)), **facts)
+                progress.step(loss.item(), sum(map(tokens, batches)), lr=rate, grad_norm=norm, supervised=learned)
         except KeyboardInterrupt:
             progress.note("stopped; saving the adapter as it is")
         finally:
             if taken and first:  # also when an error ends the run
-                lorarun.save_adapter(model, args.out / "adapter")
+                lorarun.save_adapter(model, adapter)
         after = progress.evaluated(**lorarun.evaluate(model, held)._asdict()) if held else 0.0
     distributed.stop()
     if not first:
@@ -104,15 +103,16 @@ def main() -> None:
     ask(model, args.question, "After training")
     if held:
         print(f"\nevaluation loss: {before:.3f} before, {after:.3f} after ({(after - before) / before:+.0%})")
-    print(f"\nadapter  {args.out / 'adapter'}\nmetrics  {progress.metrics}")
+    print(f"\nadapter  {adapter}\nmetrics  {progress.metrics}")
     print(f"plot     {progress.plot or 'none: pip install matplotlib draws one'}\n\nNext, try:")
-    bits = "" if args.bits is None else f" --bits {args.bits}"
-    print(f"  python scripts/chat.py {args.model} --adapter {args.out / 'adapter'}{bits}   # and /adapter off")
-    print(f"  python scripts/export.py {args.out / 'adapter'} {args.out / 'merged'}   # for other programs")
-    print(f"  python scripts/finetune.py qwen3-0.6b --data {args.data[0]}   # another model")
+    chat, export = ("", "") if args.bits is None else (f" --bits {args.bits}", f" --load-bits {args.bits}")
+    print(f"  python scripts/chat.py {adapter}{chat}   # and /adapter off")
+    print(f"  python scripts/export.py {adapter} {args.out / 'merged'}{export}   # for other programs")
+    print(f"  python scripts/finetune.py qwen3-0.6b --data {args.data[0]} --out {args.out}-qwen3   # another model")
 
 
 if __name__ == "__main__":
+    plain_warnings()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a stop by the system saves as Ctrl-C does
     try:
         main()

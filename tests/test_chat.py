@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import runpy
 import shutil
 import sys
@@ -148,21 +149,29 @@ def test_an_answer_that_is_stopped(chat: Chat, folder: Path, monkeypatch: pytest
     assert "[2 tokens," in err and "tokens/s, stopped]" in err and "[5 tokens," in err
 
 
-def test_a_longer_conversation_gets_a_larger_cache(chat: Chat, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice as large as is asked for, up to what the model is made for, and more only where that is asked for."""
-    made: list[int] = []
+def test_the_cache_grows_with_the_conversation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one cache, at most twice as large as what it holds, however long an answer might become."""
+    made: list[Cache] = []
+    say, letters = print, itertools.count(1)
 
     class Watched(Cache):
-        def __init__(self, model: Any, batch: int, capacity: int) -> None:
-            made.append(capacity)
-            super().__init__(model, batch, capacity)
+        def __init__(self, *args: Any, **how: Any) -> None:
+            super().__init__(*args, **how)
+            made.append(self)
+
+    def stops(*args: object, **how: object) -> None:
+        say(*args, **how)  # type: ignore[call-overload]
+        if how.get("end") == "" and next(letters) % 6 == 0:
+            raise KeyboardInterrupt
 
     monkeypatch.setattr("lorarun.cache.Cache", Watched)
+    monkeypatch.setattr("builtins.print", stops)
     main = runpy.run_path(str(SCRIPT))["main"]
     monkeypatch.setitem(main.__globals__, "ROOM", 10)
     monkeypatch.setattr(sys, "stdin", io.StringIO("the fox\n" * 5))
-    main([str(folder), "--max-new-tokens", "6"])
-    assert 1 < len(made) < 5 and all(one < two for one, two in zip(made, made[1:], strict=False))
+    main([str(folder), "--max-new-tokens", "100000"])
+    assert len(made) == 1 and next(letters) == 5 * 6 + 1
+    assert 10 < made[0].lengths[0] <= made[0].room < 2 * made[0].lengths[0] + 2
 
 
 def test_what_is_neither_on_nor_off(chat: Chat, folder: Path, adapter: Path) -> None:
@@ -187,6 +196,8 @@ def test_what_cannot_be_talked_to(chat: Chat, tiny: Tiny, tmp_path: Path) -> Non
         chat([], tiny("llama3"))
     with pytest.raises(SystemExit, match="chat: .*nowhere"):
         chat([], tmp_path / "nowhere")
+    with pytest.raises(SystemExit, match=r"chat: .*nowhere .*expected the folder of an adapter"):
+        chat([], tiny("llama3"), "--adapter", tmp_path / "nowhere")
     base = tmp_path / "base"
     shutil.copytree(tiny("llama3"), base)
     toy.make(base)

@@ -516,6 +516,12 @@ def test_the_script(tiny: Tiny, tmp_path: Path) -> None:
     done = run(tmp_path / "adapter", tmp_path / "one", "--base", tmp_path / "moved")  # the base is found
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.strip().endswith("one exists already; give a new folder, or delete it first.")
+    for wrong, says in (
+        ("moved", "holds a model, not an adapter: expected a folder with adapter_config"),
+        ("none", "expected the folder of an adapter"),
+    ):
+        done = run(tmp_path / wrong, tmp_path / "two", "--base", tmp_path / "moved")
+        assert done.returncode == 1 and says in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_the_script_in_few_bits_and_onto_the_hub(

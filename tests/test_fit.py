@@ -1,9 +1,11 @@
 """The loop: what it trains, writes and says, how it stops; and the same loop in the open, scripts/finetune.py."""
 
 import functools
+import io
 import json
 import math
 import runpy
+import shlex
 import shutil
 import signal
 import sys
@@ -638,6 +640,44 @@ def test_the_open_loop_is_the_loop_of_fit(tiny, tmp_path, monkeypatch, capsys):
     assert on.keys() == ours.keys() and 0 < far < 0.1 * sum(t.square().sum() for t in ours.values()).sqrt()
 
 
+def test_what_the_script_says_can_be_done_next_can_be_done(tiny, tmp_path, monkeypatch, capsys):
+    """In four bits; a second run leaves the adapter of the first.  Warnings and the template are one sentence."""
+    folder = toy.make(shutil.copytree(tiny("llama3"), tmp_path / "base"))
+    rows = [*ROWS, {"messages": [{"role": "user", "content": "fox"}, {"role": "assistant", "content": ""}]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(SCRIPT.parent.parent)
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+        runpy.run_path(str(words[0]), run_name="__main__")
+        return capsys.readouterr()
+
+    command = [SCRIPT, folder, "--data", tmp_path / "rows.jsonl", "--template", "chatml", "--bits", 4, "--steps", 2]
+    command += ["--max-tokens", 150, "--out", tmp_path / "out"]
+    said = run(*command)
+    assert said.err.count("messages are written with the chat template 'chatml' that was asked for.") == 1
+    assert "\nwarning: answers are empty in row 25" in said.err and "UserWarning" not in said.err
+    file = tmp_path / "out" / "adapter" / "adapter_model.safetensors"
+    adapter = file.read_bytes()
+    with pytest.raises(SystemExit, match="adapter is there: choose another --out"):
+        run(*command)
+    assert file.read_bytes() == adapter and "training on" not in capsys.readouterr().err
+    chat, export, another = (
+        shlex.split(line, comments=True)[1:] for line in said.out.splitlines() if line.startswith("  python")
+    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/adapter off\n"))
+    said = run(*chat)
+    assert "The adapter is off." in said.err and "'chatml' that was saved with the adapter" in said.err
+    assert "4-bit weights work on a CPU" in said.err or torch.accelerator.is_available()
+    run(*export)
+    lorarun.save_merged(lorarun.load(tmp_path / "out" / "adapter", bits=4), tmp_path / "merged")
+    ours, theirs = (
+        load_file(path / "model.safetensors") for path in (tmp_path / "out" / "merged", tmp_path / "merged")
+    )
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    assert another[another.index("--out") + 1] == f"{tmp_path / 'out'}-qwen3"
+
+
 def test_it_is_short_enough_to_copy():
     assert len(SCRIPT.read_text().splitlines()) <= 120
 
@@ -659,7 +699,7 @@ def test_an_error_in_the_middle_loses_nothing(model, tmp_path, monkeypatch):
     assert all(map(torch.equal, lorarun.lora_parameters(model), kept)) and any(p.any() for p in kept[1::2])
 
 
-def test_a_run_without_a_step_leaves_the_adapter_that_is_there(model, tmp_path, monkeypatch):
+def test_a_run_without_a_step_leaves_the_adapter_that_is_there(model, tmp_path, monkeypatch, capsys):
     lorarun.fit(model, ROWS, tmp_path / "out", steps=2, max_tokens=longest(model))
     before = (tmp_path / "out" / "adapter" / "adapter_model.safetensors").read_bytes()
 
@@ -668,8 +708,10 @@ def test_a_run_without_a_step_leaves_the_adapter_that_is_there(model, tmp_path, 
 
     monkeypatch.setattr(loop, "accumulated", interrupt)
     fresh = lorarun.add_lora(load(tmp_path / "base", template="chatml"), r=4, seed=1)
+    assert "replaced" not in capsys.readouterr().err
     result = lorarun.fit(fresh, ROWS, tmp_path / "out", steps=2, max_tokens=longest(model))
     assert result.interrupted and result.steps == 0
+    assert "out/adapter of an earlier run will be replaced" in capsys.readouterr().err
     assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").read_bytes() == before
 
 

@@ -112,6 +112,15 @@ def test_anything_else_is_refused_with_a_hint(hub: HubServer, name: str, message
     assert hub.requests == []
 
 
+@pytest.mark.parametrize("name", ["adapter", "./adapter", "runs/july/adapter", "qwen3-0.6b", ""])
+def test_an_adapter_that_is_not_there_is_no_missing_model(hub: HubServer, name: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"expected the folder of an adapter, with adapter_config\.json and adapter_mo"
+    ):
+        resolve_adapter(name)
+    assert hub.requests == []
+
+
 # --- what is fetched -----------------------------------------------------------------------------------------------
 
 
@@ -235,8 +244,12 @@ def test_gated_private_missing_and_tokens(hub: HubServer, monkeypatch: pytest.Mo
     ):
         resolve("acme/gated")
     for repo in ("acme/private", "acme/missing"):
-        with pytest.raises(ValueError, match=rf"no folder {repo} here and no such model on the hub, or it is private"):
+        with pytest.raises(ValueError, match=rf"no folder {repo} here and no such model or adapter on the hub, or it"):
             resolve(repo)
+        with pytest.raises(
+            ValueError, match=rf"no folder {repo} here and no such adapter on the hub, or it is private"
+        ):
+            resolve_adapter(repo)
     monkeypatch.setenv("HF_TOKEN", "hf_stale")
     with pytest.raises(
         PermissionError, match=r"refused access to acme/gated \(401\) and the token in use has no access"
@@ -258,6 +271,8 @@ def test_without_network_the_cache_serves_or_one_sentence_says_why(
     hub.down = True
     with pytest.raises(ConnectionError, match=r"could not be asked for it \(it answered 503\): check the network"):
         resolve("acme/other")
+    with pytest.raises(ConnectionError, match=r"or give the folder of an adapter\.$"):
+        resolve_adapter("acme/other")
     hub.down = False
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
     capsys.readouterr()
@@ -311,7 +326,8 @@ def test_offline_reads_the_cache_and_asks_nobody(
     assert resolve("acme/sharded", revision=old).revision == old
     assert resolve("acme/adapter").folder == resolve_adapter("acme/adapter").folder
     with pytest.raises(
-        FileNotFoundError, match=rf"^acme/none at revision main is .*\(config\.json missing\) and {variable}"
+        FileNotFoundError,
+        match=rf"^acme/none at .*\(config\.json missing\) and {variable} .*there is none acme/none here",
     ):
         resolve("acme/none")
     with pytest.raises(FileNotFoundError, match=r"^acme/sharded at revision v2 is not complete in the cache .*/cache"):

@@ -361,6 +361,9 @@ def test_one_mlp_alone_and_names_of_policies(load):
     y.sum().backward()
     with pytest.raises(ValueError, match="one of keep, no_gate_up"):
         run_block("selectiv", model.model.layers[0], y)
+    model.policies = ["recompute"] * 3
+    with pytest.raises(ValueError, match="3 policies for 4 blocks; expected one for each"):
+        lorarun.loss(model, batch(False, 2, 0))
 
 
 # --- on an accelerator ---

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import test_trained as beside
 import torch
+import toy
 from peft_side import FAMILIES, ids_for, off, reference
 from safetensors.torch import load_file
 
@@ -143,9 +146,57 @@ def test_what_train_all_refuses(tiny: Tiny) -> None:
         add_lora(train_all(load(tiny("llama3"))))
 
 
-def test_fit_is_for_adapters(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="after train_all write a loop"):
-        fit(train_all(load(tiny("llama-tied"))), [{"text": "a"}], tmp_path / "out")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fit_trains_every_weight(
+    tiny: Tiny, tmp_path: Path, dtype: torch.dtype, capsys: pytest.CaptureFixture[str], one_thread: None
+) -> None:
+    """What it saves is the live model; and a run that was stopped goes on from its checkpoint bit for bit."""
+    base = toy.make(shutil.copytree(tiny("llama-tied"), tmp_path / "base"))
+    rows = [{"text": f"the quick brown fox {i % 3} answers {i}"} for i in range(12)]
+    how: dict[str, Any] = dict(steps=6, lr=1e-3, max_tokens=60, save_every=2, eval_rows=rows[:3], eval_every=3)
+
+    def fresh() -> Model:
+        return train_all(load(base, dtype=dtype, device="cpu"))
+
+    def fails(module: object, args: object, out: object) -> None:
+        calls.append(None)
+        if len(calls) == 7:  # after two steps and a first evaluation of a batch, in the fourth step or so
+            raise RuntimeError("planted")
+
+    model = fresh()
+    first = {name: p.detach().clone() for name, p in model.named_parameters()}
+    result = fit(model, rows, tmp_path / "out", **how)
+    assert result.adapter == tmp_path / "out" / "model" and f"model in {result.adapter}" in capsys.readouterr().err
+    assert result.best_loss is not None and result.eval_before is not None and result.best == tmp_path / "out" / "best"
+    assert result.best_loss < 0.9 * result.eval_before
+    assert all(not torch.equal(p, first[name]) for name, p in model.named_parameters())
+    again = load(result.adapter, dtype=dtype, device="cpu")
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
+    assert {tensor.dtype for tensor in stored(result.adapter).values()} == {dtype}
+
+    calls: list[None] = []
+    model = fresh()
+    model.model.norm.register_forward_hook(fails)
+    with pytest.raises(RuntimeError, match="planted"):
+        fit(model, rows, tmp_path / "stopped", **how)
+    last = max((tmp_path / "stopped" / "checkpoints").iterdir())
+    assert last.name in ("step-00000002", "step-00000004") and [file.name for file in last.iterdir()] == ["state.pt"]
+    with pytest.raises(ValueError, match="this is another run"):
+        fit(add_lora(load(base, dtype=dtype, device="cpu")), rows, tmp_path / "stopped", resume=True, **how)
+    fit(fresh(), rows, tmp_path / "stopped", resume=True, **how)
+    for name in ("model", "best"):
+        ours, expected = stored(tmp_path / "stopped" / name), stored(tmp_path / "out" / name)
+        assert all(torch.equal(ours[key], tensor) for key, tensor in expected.items())
+    assert sorted(path.name for path in (tmp_path / "stopped").glob("*") if path.is_dir()) == [
+        "best", "checkpoints", "model",
+    ]  # fmt: skip
+
+
+def test_fit_saves_only_what_came_from_a_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
+    model = train_all(load(toy.make(shutil.copytree(tiny("llama-tied"), tmp_path / "base"))))
+    model.source = None
+    with pytest.raises(ValueError, match="fit: this model was not loaded from a checkpoint"):
+        fit(model, [{"text": "the fox"}], tmp_path / "out")
 
 
 # --- going on --------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from lorarun.kernels.attention import Spans, attention
 from lorarun.kernels.replay import in_pass
 from lorarun.nn import Embedding, Linear, Model, RMSNorm, add_norm, rotary
 from lorarun.project import gated_mlp, project
-from lorarun.recompute import run_block
+from lorarun.recompute import run_block, with_policies
 from lorarun.rotary import Rotary, Tables
 
 
@@ -225,7 +225,7 @@ class Gemma(Model):
         tables = {kind: table(positions) for kind, table in self.rotary.items()}
         x = self.model.embed_tokens(ids)
         states = [x] if layers else []
-        for policy, block in zip(self.policies, self.model.layers, strict=True):
+        for policy, block in with_policies(self):
             x = run_block(
                 policy, block, x, tables[block.kind], spans, cache, tile=self.tile, deterministic=self.deterministic
             )
