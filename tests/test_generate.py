@@ -201,12 +201,13 @@ def test_a_replayed_step_is_the_step(tiny: Tiny, name: str, kept: str | None, mo
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2-sliding", "gemma3-text"])
-def test_a_cache_that_grows(tiny: Tiny, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", [None, "fp8"])
+def test_a_cache_that_grows(tiny: Tiny, name: str, kept: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the same answer without it, with rings that have not gone round when they grow; also where steps are
     replayed, which are recorded again for each larger cache, and none of them for one that is about to grow."""
     model, prompt = build(tiny(name)), some_ids(3)
     how: dict[str, Any] = dict(stop=[], repetition_penalty=1.3, logprobs=True)
-    expected = generate(model, prompt, max_new_tokens=40, **how)
+    expected = generate(model, prompt, max_new_tokens=40, cache_dtype=kept, **how)
     rooms: list[int] = []
 
     class Captured(decoding.Decoder):
@@ -215,15 +216,16 @@ def test_a_cache_that_grows(tiny: Tiny, name: str, monkeypatch: pytest.MonkeyPat
 
     for decoder in (decoding.Decoder, Captured):
         monkeypatch.setattr(decoding, "Decoder", decoder)
-        cache = Cache(model, 1, 1000, first=4)
+        cache = Cache(model, 1, 1000, kept, first=4)
         small = cache.nbytes
         found = generate(model, prompt, max_new_tokens=40, cache=cache, **how)
         assert found.ids == expected.ids and found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert all(part.stride(1) == 1 for part in cache.buffers if part.ndim == 3)  # scales, as the kernel reads them
         assert cache.lengths == [3 + 40 - 1] and cache.room == 64 and small < cache.nbytes
         again = generate(model, prompt + found.ids, max_new_tokens=9, cache=cache, **how)
-        assert again.ids == generate(model, prompt + found.ids, max_new_tokens=9, **how).ids
+        assert again.ids == generate(model, prompt + found.ids, max_new_tokens=9, cache_dtype=kept, **how).ids
     assert rooms[:3] == [8, 16, 32]
-    few = Cache(model, 1, 20, first=4)
+    few = Cache(model, 1, 20, kept, first=4)
     assert generate(model, prompt, max_new_tokens=18, cache=few, **how).ids == expected.ids[:18] and few.room == 20
 
 
