@@ -12,7 +12,8 @@ What a pass brings is told by the shape of its ids:
     [batch, seq]        as many more tokens for each row; in the first call ``documents`` may mark padding with −1
     [1, tokens]         with ``documents`` the row of each token: pieces of some rows one behind the other, padding none
 
-In FP8 every pass sees keys and values as they are kept, its own too: how a prompt is cut changes no more than roundings.
+In FP8 every pass sees keys and values as they are kept, its own too, so that the way a prompt is cut shows only where
+the order of a sum tips a rounding.
 
 Given up: tokens cannot be taken back from a ring that has gone round (:meth:`Cache.rewind`).
 """
@@ -50,6 +51,7 @@ class Cache:
 
     dtype: "fp8" keeps e4m3 codes with an fp32 scale for each vector, None the model's own dtype.  first: how many
     tokens a row has room for at first; more is allocated when a row needs it.  None: ``capacity``.
+
     ``lengths`` are the rows' tokens so far, ``filled`` the same on the device, int32 [batch].  ``ids`` and
     ``adapters`` are for whoever fills the cache to note what each row holds, and which adapter made it.
     """
