@@ -12,6 +12,9 @@ What a pass brings is told by the shape of its ids:
     [batch, seq]        as many more tokens for each row; in the first call ``documents`` may mark padding with −1
     [1, tokens]         with ``documents`` the row of each token: pieces of some rows one behind the other, padding none
 
+In FP8 every pass sees keys and values as they are kept, its own too, so that the way a prompt is cut shows only where
+the order of a sum tips a rounding.
+
 Given up: tokens cannot be taken back from a ring that has gone round (:meth:`Cache.rewind`).
 """
 
@@ -22,10 +25,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lorarun.kernels.attention import Spans, document_spans
-from lorarun.kernels.decode_attention import Step
+from lorarun.kernels.decode_attention import Held, Step
 from lorarun.nn import Model
 
 
@@ -46,12 +49,18 @@ class Plan(NamedTuple):
 class Cache:
     """Keys and values of every layer for ``batch`` rows of at most ``capacity`` tokens.
 
-    first: how many tokens a row has room for at first; more is allocated when a row needs it.  None: ``capacity``.
+    dtype: "fp8" keeps e4m3 codes with an fp32 scale for each vector, None the model's own dtype.  first: how many
+    tokens a row has room for at first; more is allocated when a row needs it.  None: ``capacity``.
+
     ``lengths`` are the rows' tokens so far, ``filled`` the same on the device, int32 [batch].  ``ids`` and
     ``adapters`` are for whoever fills the cache to note what each row holds, and which adapter made it.
     """
 
-    def __init__(self, model: Model, batch: int, capacity: int, first: int | None = None) -> None:
+    def __init__(
+        self, model: Model, batch: int, capacity: int, dtype: str | None = None, first: int | None = None
+    ) -> None:
+        if dtype not in (None, "fp8"):
+            raise ValueError(f"The dtype of a cache is {dtype!r}; expected 'fp8', or None for the model's own.")
         config = model.config
         self.batch, self.capacity, self.room = batch, capacity, capacity if first is None else min(first, capacity)
         self.windows: list[int | None] = list(config.windows)
@@ -65,16 +74,19 @@ class Cache:
         self._anywhere = False  # whether a step may be run again when rows are longer
         self._plan: Plan | None = None  # of a pass that is no step
         self._step: dict[int, tuple[Tensor, Tensor]] = {}  # slot and count of a step for each size of a layer
-        self._layers: list[tuple[Tensor, Tensor]] = []
+        self._layers: list[tuple[Held, Held]] = []
         for window in self.windows:
             shape = (batch, min(self.room, window or self.room), config.num_key_value_heads, config.head_dim)
-            # Zeros, as what nobody wrote is multiplied by a weight of 0.
-            keys = torch.zeros(shape, dtype=model.dtype, device=model.device)
-            self._layers.append((keys, torch.zeros_like(keys)))
+            self._layers.append((_empty(model, shape, dtype), _empty(model, shape, dtype)))
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """All memory of keys and values."""
+        return [part for layer in self._layers for held in layer for part in held if part is not None]
 
     @property
     def nbytes(self) -> int:
-        return sum(keys.nbytes + values.nbytes for keys, values in self._layers)
+        return sum(part.nbytes for part in self.buffers)
 
     def update(self, layer: int, k: Tensor, v: Tensor, spans: Spans | None) -> tuple[Tensor, Tensor, Any]:
         """Append k, v [batch, new, kv_heads, head_dim] of a layer.
@@ -84,7 +96,7 @@ class Cache:
         Lengths move on after the last layer.
         """
         keys, values = self._layers[layer]
-        size, last = keys.shape[1], layer == len(self._layers) - 1
+        size, last = keys.data.shape[1], layer == len(self._layers) - 1
         if self._plan is None:
             step = Step(keys, values, *self._step[size], size if self._anywhere else min(self._longest, size))
             if last:
@@ -92,13 +104,16 @@ class Cache:
                 self.advance()
             return k, v, step
         plan = self._plan
+        new_keys, new_values = keys.encode(k.flatten(0, 1)), values.encode(v.flatten(0, 1))
+        k, v = (new.decode(k.dtype).unflatten(0, k.shape[:2]) for new in (new_keys, new_values))
         seen = self._attended(plan, layer, k, v, spans)  # before a ring is written over
         source, row, slot = plan.moves[size]
-        keys[row, slot], values[row, slot] = k.flatten(0, 1)[source], v.flatten(0, 1)[source]
+        keys.put((row, slot), new_keys.at(source))
+        values.put((row, slot), new_values.at(source))
         if seen is None:
             rows = slice(plan.rows[0], plan.rows[0] + len(plan.rows))
-            end = plan.histories[0] + k.shape[1]
-            seen = keys[rows, :end], values[rows, :end], None
+            place = rows, slice(plan.histories[0] + k.shape[1])
+            seen = keys.at(place).decode(k.dtype), values.at(place).decode(v.dtype), None
         if last:
             self._plan = None
             for r, count in zip(plan.rows, plan.added, strict=True):
@@ -112,7 +127,7 @@ class Cache:
         """What the queries of a plan see: the new keys, behind those that each row held before; None where that is what
         a full layer holds once they are written."""
         keys, values = self._layers[layer]
-        size, window = keys.shape[1], self.windows[layer]
+        size, window = keys.data.shape[1], self.windows[layer]
         past = min(max(plan.histories), size if window is None else window - 1)
         if not past:
             return k, v, spans
@@ -121,9 +136,9 @@ class Cache:
         device = k.device
         held = torch.tensor(plan.histories, device=device).unsqueeze(1)
         place = held - past + torch.arange(past, device=device)  # [rows, past]; below 0 there is nothing
-        rows = torch.tensor(plan.rows, device=device).unsqueeze(1)
-        k = torch.cat((keys[rows, place.clamp(min=0) % size], k), dim=1)
-        v = torch.cat((values[rows, place.clamp(min=0) % size], v), dim=1)
+        where = torch.tensor(plan.rows, device=device).unsqueeze(1), place.clamp(min=0) % size
+        k = torch.cat((keys.at(where).decode(k.dtype), k), dim=1)
+        v = torch.cat((values.at(where).decode(v.dtype), v), dim=1)
         if min(plan.histories) >= past:
             return k, v, None
         first = (past - held).clamp(min=0).to(torch.int32)
@@ -218,16 +233,15 @@ class Cache:
         """Let rows hold what another holds."""
         if not targets:
             return
-        for keys, values in self._layers:
-            count = min(self.lengths[source], keys.shape[1])
-            for held in (keys, values):
-                held[targets, :count] = held[source, :count].clone()
+        for part in self.buffers:
+            count = min(self.lengths[source], part.shape[1])
+            part[targets, :count] = part[source, :count].clone()
         for row in targets:
             self.lengths[row], self._most[row] = self.lengths[source], self._most[source]
         self._send_lengths()
 
     def _sizes(self) -> set[int]:
-        return {keys.shape[1] for keys, _ in self._layers}
+        return {keys.data.shape[1] for keys, _ in self._layers}
 
     def _send_lengths(self) -> None:
         self.filled.copy_(torch.tensor(self.lengths, dtype=torch.int32))
@@ -241,11 +255,25 @@ class Cache:
     def _grow(self, room: int) -> None:
         """Have room for so many tokens a row.  A ring that grows has not gone round: its tokens stay in their slots."""
         for layer, window in enumerate(self.windows):
-            more = min(room, window or room) - self._layers[layer][0].shape[1]
-            if more:
-                keys, values = (nn.functional.pad(held, (0, 0, 0, 0, 0, more)) for held in self._layers[layer])
-                self._layers[layer] = keys, values
+            keys, values = self._layers[layer]
+            if more := min(room, window or room) - keys.data.shape[1]:
+                self._layers[layer] = keys.longer(more), values.longer(more)
         self.room = room
+
+
+def vector_bytes(model: Model, dtype: str | None) -> int:
+    """Of one key or value of one head in a cache of this dtype."""
+    dim: int = model.config.head_dim
+    return dim * model.dtype.itemsize if dtype is None else dim + torch.float32.itemsize
+
+
+def _empty(model: Model, shape: tuple[int, ...], dtype: str | None) -> Held:
+    """Zeros, as what nobody wrote is multiplied by a weight of 0."""
+    if dtype is None:
+        return Held(torch.zeros(shape, dtype=model.dtype, device=model.device))
+    batch, slots, heads, _ = shape
+    scale = torch.zeros((batch, heads, slots), device=model.device).transpose(1, 2)  # a head's are read together
+    return Held(torch.zeros(shape, dtype=torch.uint8, device=model.device), scale)
 
 
 def place(

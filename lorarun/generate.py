@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lorarun.answer import Row, Text
-from lorarun.cache import Cache
+from lorarun.cache import Cache, vector_bytes
 from lorarun.decode import Decoder, aside, capacity, rows_with_adapters
 from lorarun.linear import Mixed
 from lorarun.load import free_memory
@@ -62,6 +62,7 @@ def generate(
     logprobs: bool = False,
     adapters: Sequence[str | None] | None = None,
     cache: Cache | None = None,
+    cache_dtype: str | None = None,
 ) -> Any:
     """Continue a prompt, or each of several.
 
@@ -85,6 +86,8 @@ def generate(
     cache: a :class:`lorarun.cache.Cache` with a row for each answer, which is continued: tokens that a row holds
         already and that its prompt begins with are not computed again.  Another adapter begins anew; after a change of
         weights (a step of training, a merge) make another cache.
+    cache_dtype: "fp8" keeps keys and values in half the memory of 16 bits, rounded to three bits of mantissa; a
+        ``cache`` has a dtype of its own.
 
     Returns the text of the answer to a text or a conversation, up to and without what stopped it (of streamed pieces,
     all joined); for ids a list of the new ids, with the stop id as its last. A list of prompts gives a list of these;
@@ -98,6 +101,8 @@ def generate(
     stops, strings = _stops(model, stop)
     if stream and not (single and n == 1):
         raise ValueError(f"generate: stream shows one answer to one prompt; got {len(prompts)} prompts, n={n}.")
+    if cache is not None and cache_dtype is not None:
+        raise ValueError("generate: cache_dtype is for a cache made here; give yours its dtype where you make it.")
     if n > 1 and temperature == 0:
         warnings.warn(f"generate: n={n} answers at temperature 0 are {n} times the same one.", stacklevel=2)
     names = _adapters(model, adapters, len(prompts))
@@ -110,11 +115,12 @@ def generate(
             if kind != "ids" or strings or write is not None:
                 text = Text(_tokenizer(model), strings, write, after=[] if kind == "messages" else prompt[-4:])
             rows.append(Row(prompt, len(rows), text, seeds[len(rows)], name))
-    groups = _groups(rows, max_new_tokens, dynamic_limit(model.rotary), _together(model)) if cache is None else [rows]
+    limits = dynamic_limit(model.rotary), _together(model, cache_dtype)
+    groups = _groups(rows, max_new_tokens, *limits) if cache is None else [rows]
     mixing = nullcontext() if names is None else rows_with_adapters(model, sorted({name for name in names if name}))
     with aside(model), mixing as mixed:
         for group in groups:
-            _decode(model, group, stops, max_new_tokens, sampling, logprobs, mixed, cache)
+            _decode(model, group, stops, max_new_tokens, sampling, logprobs, mixed, cache, cache_dtype)
     if stream is True:
         print()
     answers: list[Any] = [row.new if row.text is None or "ids" in kinds else row.text.shown for row in rows]
@@ -127,11 +133,11 @@ def generate(
 
 def _decode(
     model: Model, rows: list[Row], stops: frozenset[int], max_new_tokens: int, sampling: Sampling, logprobs: bool,
-    mixed: Mixed | None, cache: Cache | None,
+    mixed: Mixed | None, cache: Cache | None, cache_dtype: str | None,
 ) -> None:  # fmt: skip
     """Run rows to their ends, together; what ``cache`` holds of them stays there for the next call."""
     if cache is None:
-        own = Cache(model, len(rows), capacity(model, rows, max_new_tokens))
+        own = Cache(model, len(rows), capacity(model, rows, max_new_tokens), cache_dtype)
         Decoder(model, rows, own, max_new_tokens, sampling, logprobs, mixed).run(stops)
         return
     if cache.batch != len(rows):
@@ -296,12 +302,12 @@ def _adapters(model: Model, adapters: Sequence[str | None] | None, prompts: int)
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-def _together(model: Model) -> int:
+def _together(model: Model, cache_dtype: str | None) -> int:
     """Tokens, answers included, that are decoded together."""
     config = model.config
     if model.device.type == "cpu" or not config.windows:
         return TOGETHER
-    each = 2 * len(config.windows) * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    each = 2 * len(config.windows) * config.num_key_value_heads * vector_bytes(model, cache_dtype)
     return max(TOGETHER, int(SHARE * free_memory(model.device) / each))
 
 

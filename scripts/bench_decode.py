@@ -26,6 +26,7 @@ from bench_train import profiled
 from torch import nn
 
 import lorarun
+from lorarun.cache import vector_bytes
 from lorarun.nn import Model
 
 PEERS = ("hf", "unsloth")
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--prompt", type=int, nargs="+", default=[64], help="tokens of each prompt")
     parser.add_argument("--new", type=int, default=128, help="tokens of each answer")
+    parser.add_argument("--cache", choices=("fp8",), help="keep keys and values in FP8 (default: in bf16)")
     parser.add_argument("--peers", default="", help=f"some of {','.join(PEERS)}")
 
 
@@ -57,28 +59,28 @@ def timed(call: Callable[[], Any], times: int = 3) -> float:
     return statistics.median(found[1:])
 
 
-def read(model: Model, batch: int, length: float) -> dict[str, float]:
+def read(model: Model, batch: int, length: float, kept: str | None = None) -> dict[str, float]:
     """GB that a step reads, for rows of ``length`` tokens."""
     config = model.config
     head = model.lm_head.weight
     weights = sum(p.nbytes for n, p in model.named_parameters() if ".layers." in n and "lora_" not in n)
     adapters = sum(p.nbytes for n, p in model.named_parameters() if "lora_" in n)
     sizes = [length if window is None else min(length, window) for window in config.windows]
-    each = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    each = 2 * config.num_key_value_heads * vector_bytes(model, kept)
     parts = {"weights": weights, "head": head.nbytes, "adapters": adapters, "cache": batch * each * sum(sizes)}
     return {name: value / 1e9 for name, value in parts.items()}
 
 
-def measured(model: Model, batch: int, length: int, new: int, copy: float) -> dict[str, Any]:
+def measured(model: Model, batch: int, length: int, new: int, copy: float, kept: str | None) -> dict[str, Any]:
     """The figures of one batch size and prompt length."""
     ids = prompts(model.config.vocab_size, batch, length)
 
     def run(count: int) -> Any:
-        return lorarun.generate(model, ids, max_new_tokens=count, stop=[])
+        return lorarun.generate(model, ids, max_new_tokens=count, stop=[], cache_dtype=kept)
 
     first, short, whole = (timed(lambda n=n: run(n)) for n in (1, new // 2, new))
     step = (whole - short) / (new - new // 2)
-    parts = read(model, batch, length + 0.75 * new)
+    parts = read(model, batch, length + 0.75 * new, kept)
     moved = sum(parts.values())
     kernels = [len(profiled(lambda n=n: run(n))) for n in (16, 24)]
     launches = (kernels[1] - kernels[0]) / 8
@@ -159,7 +161,7 @@ def main(args: argparse.Namespace) -> int:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             try:
-                found = measured(model, batch, length, args.new, copy)
+                found = measured(model, batch, length, args.new, copy, args.cache)
                 others = {
                     peer: said[f"{batch}x{length}"] for peer, said in beside.items() if f"{batch}x{length}" in said
                 }

@@ -32,6 +32,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("model", help="a local folder, a hub id (owner/name) or an alias such as llama-3.2-1b-instruct")
     parser.add_argument("--adapter", help="folder or hub id of an adapter to put on it")
     parser.add_argument("--bits", type=int, help="4, 8 or 16, of the weights in memory (default: as in the checkpoint)")
+    parser.add_argument("--cache", choices=("fp8",), help="keep keys and values in FP8, in half the memory")
     parser.add_argument("--system", default="", help="system message")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the same answer (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="only the most probable tokens that make up this much")
@@ -97,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         raise SystemExit(f"chat: {error}".replace("template=", "--template ")) from None
     note(HELP)
-    messages, cache = list(start), Cache(model, 1, sys.maxsize, first=ROOM)  # it grows with the conversation
+    messages, cache = list(start), Cache(model, 1, sys.maxsize, args.cache, ROOM)  # it grows with the conversation
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()

@@ -255,6 +255,7 @@ def test_bytes_that_a_step_of_decoding_reads(scripts: Any, monkeypatch: pytest.M
     assert parts["head"] == model.lm_head.weight.nbytes
     assert parts["weights"] + parts["adapters"] == pytest.approx(everything - outside)
     assert parts["cache"] == pytest.approx(Cache(model, 3, 20).nbytes)
+    assert decode.read(model, 3, 20, "fp8")["cache"] * 1e9 == pytest.approx(Cache(model, 3, 20, "fp8").nbytes)
     eight = models.on_meta(models.CONFIGS["llama-3.1-8b"]).to(torch.bfloat16)
     assert sum(decode.read(eight, 1, 64).values()) == pytest.approx(2 * (8.03 - 128_256 * 4096 / 1e9), rel=0.01)
 

@@ -169,8 +169,8 @@ def test_the_cache_grows_with_the_conversation(folder: Path, monkeypatch: pytest
     main = runpy.run_path(str(SCRIPT))["main"]
     monkeypatch.setitem(main.__globals__, "ROOM", 10)
     monkeypatch.setattr(sys, "stdin", io.StringIO("the fox\n" * 5))
-    main([str(folder), "--max-new-tokens", "100000"])
-    assert len(made) == 1 and next(letters) == 5 * 6 + 1
+    main([str(folder), "--max-new-tokens", "100000", "--cache", "fp8"])
+    assert len(made) == 1 and next(letters) == 5 * 6 + 1 and made[0].buffers[0].dtype == torch.uint8
     assert 10 < made[0].lengths[0] <= made[0].room < 2 * made[0].lengths[0] + 2
 
 

@@ -65,12 +65,21 @@ def watched() -> Iterator[list[Any]]:
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_replayed_steps_are_the_eager_ones(device: torch.device, name: str, bits: int, temperature: float) -> None:
+@pytest.mark.parametrize("temperature, kept", [(0.0, None), (1.0, None), (1.0, "fp8")])
+def test_replayed_steps_are_the_eager_ones(
+    device: torch.device, name: str, bits: int, temperature: float, kept: str | None
+) -> None:
     """To the bit, past the window, with what chooses the token in the graph."""
     model = make(name, bits, device)
     how: dict[str, Any] = dict(
-        max_new_tokens=60, stop=[], logprobs=True, temperature=temperature, top_p=0.95, repetition_penalty=1.1, seed=1
+        max_new_tokens=60,
+        stop=[],
+        logprobs=True,
+        temperature=temperature,
+        top_p=0.95,
+        repetition_penalty=1.1,
+        seed=1,
+        cache_dtype=kept,
     )
     with watched() as decoders:
         ours = lorarun.generate(model, prompts(*LENGTHS), **how)

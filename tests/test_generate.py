@@ -165,14 +165,25 @@ def test_a_prompt_in_pieces_gives_the_same_answer(tiny: Tiny, name: str, monkeyp
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_replayed_step_is_the_step(tiny: Tiny, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", [None, "fp8"])
+def test_a_replayed_step_is_the_step(tiny: Tiny, name: str, kept: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What would be captured reads nothing from the host: run again and again without its Python, it gives the same.
 
-    A graph is stood in for by a recording of the operations, which replays them on the same tensors.
+    A graph is stood in for by a recording of the operations, which replays them on the same tensors.  In FP8 sums in
+    another order may round a key to another code; steps over the whole cache add in one order.
     """
+
+    class Anywhere(Cache):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._anywhere = True
+
     model = build(tiny(name))
     prompts: Any = [some_ids(2), some_ids(11), some_ids(30)]
     how: dict[str, Any] = dict(max_new_tokens=24, stop=[], repetition_penalty=1.3, temperature=0.8, seed=3)
+    how["cache_dtype"] = kept
+    if kept is not None:
+        monkeypatch.setattr(decoding, "Cache", Anywhere)
     expected = generate(model, prompts, **how, logprobs=True)
     made = []
 
@@ -190,12 +201,13 @@ def test_a_replayed_step_is_the_step(tiny: Tiny, name: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2-sliding", "gemma3-text"])
-def test_a_cache_that_grows(tiny: Tiny, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", [None, "fp8"])
+def test_a_cache_that_grows(tiny: Tiny, name: str, kept: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the same answer without it, with rings that have not gone round when they grow; also where steps are
     replayed, which are recorded again for each larger cache, and none of them for one that is about to grow."""
     model, prompt = build(tiny(name)), some_ids(3)
     how: dict[str, Any] = dict(stop=[], repetition_penalty=1.3, logprobs=True)
-    expected = generate(model, prompt, max_new_tokens=40, **how)
+    expected = generate(model, prompt, max_new_tokens=40, cache_dtype=kept, **how)
     rooms: list[int] = []
 
     class Captured(decoding.Decoder):
@@ -204,15 +216,16 @@ def test_a_cache_that_grows(tiny: Tiny, name: str, monkeypatch: pytest.MonkeyPat
 
     for decoder in (decoding.Decoder, Captured):
         monkeypatch.setattr(decoding, "Decoder", decoder)
-        cache = Cache(model, 1, 1000, first=4)
+        cache = Cache(model, 1, 1000, kept, first=4)
         small = cache.nbytes
         found = generate(model, prompt, max_new_tokens=40, cache=cache, **how)
         assert found.ids == expected.ids and found.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert all(part.stride(1) == 1 for part in cache.buffers if part.ndim == 3)  # scales, as the kernel reads them
         assert cache.lengths == [3 + 40 - 1] and cache.room == 64 and small < cache.nbytes
         again = generate(model, prompt + found.ids, max_new_tokens=9, cache=cache, **how)
-        assert again.ids == generate(model, prompt + found.ids, max_new_tokens=9, **how).ids
+        assert again.ids == generate(model, prompt + found.ids, max_new_tokens=9, cache_dtype=kept, **how).ids
     assert rooms[:3] == [8, 16, 32]
-    few = Cache(model, 1, 20, first=4)
+    few = Cache(model, 1, 20, kept, first=4)
     assert generate(model, prompt, max_new_tokens=18, cache=few, **how).ids == expected.ids[:18] and few.room == 20
 
 
@@ -242,7 +255,7 @@ def recorded(run: Callable[[], None]) -> Callable[[], None]:
     """As a capture: nothing that it writes counts until it is replayed."""
     decoder = run.__self__  # type: ignore[attr-defined]
     held = [decoder.tokens, decoder.chosen, decoder.logprobs, decoder.number, decoder.seen, decoder.cache.filled]
-    held += [part for layer in decoder.cache._layers for part in layer]
+    held += decoder.cache.buffers
     before = [tensor.clone() for tensor in held]
     with Recording() as recording:
         run()
@@ -294,10 +307,11 @@ def test_log_probabilities(tiny: Tiny, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2-sliding", "gemma3-text"])
-def test_a_kept_cache_goes_on(tiny: Tiny, name: str) -> None:
+@pytest.mark.parametrize("kept", [None, "fp8"])
+def test_a_kept_cache_goes_on(tiny: Tiny, name: str, kept: str | None) -> None:
     """A conversation: each prompt is the one before with its answer and more.  And one that is another text."""
     model = build(tiny(name))
-    cache, prompt = Cache(model, 1, 90), some_ids(12)
+    cache, prompt = Cache(model, 1, 90, kept), some_ids(12)
     computed: list[int] = []
     hook = model.model.embed_tokens.register_forward_pre_hook(lambda _, args: computed.append(args[0].numel()))
     try:
@@ -306,7 +320,7 @@ def test_a_kept_cache_goes_on(tiny: Tiny, name: str) -> None:
             answer = generate(model, prompt, max_new_tokens=10, stop=[], cache=cache)
             assert sum(computed) == (12 if turn == 0 else 6) + 9
             assert cache.ids[0] == prompt + answer[:-1] and cache.lengths == [len(cache.ids[0])]
-            assert answer == generate(model, prompt, max_new_tokens=10, stop=[])
+            assert answer == generate(model, prompt, max_new_tokens=10, stop=[], cache_dtype=kept)
             prompt = prompt + answer + some_ids(5, seed=turn)
         other = cache.ids[0][:9] + some_ids(20)  # goes another way after nine tokens
         computed.clear()
@@ -314,7 +328,11 @@ def test_a_kept_cache_goes_on(tiny: Tiny, name: str) -> None:
         assert sum(computed) == (20 if name == "llama3" else 29) + 2
     finally:
         hook.remove()
-    assert answer == generate(model, other, max_new_tokens=3, stop=[])
+    assert answer == generate(model, other, max_new_tokens=3, stop=[], cache_dtype=kept)
+    with pytest.raises(ValueError, match="cache_dtype is for a cache made here"):
+        generate(model, other, cache=cache, cache_dtype="fp8")
+    with pytest.raises(ValueError, match="dtype of a cache is torch.float16; expected 'fp8'"):
+        generate(model, other, cache_dtype=torch.float16)
     with pytest.raises(ValueError, match="the cache has 1 rows, and there are 2 answers"):
         generate(model, [other, other], cache=cache)
     with pytest.raises(ValueError, match="holds 90 tokens a row; prompt and answer take 128"):

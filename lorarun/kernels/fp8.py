@@ -100,6 +100,19 @@ def _code(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def _largest(b_x):
+    """The bits of the largest |x|: compared as integers they have the same order, and NaN stays on top."""
+    return tl.max(b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
+
+
+@triton.jit
+def _factors(bits):
+    """The scale of numbers whose largest has these bits, and what they are multiplied by."""
+    absmax = tl.maximum(bits, 0x05000000).to(tl.float32, bitcast=True)  # TINY
+    return tl.div_rn(absmax, 448.0), tl.div_rn(448.0, absmax)
+
+
+@triton.jit
 def _quantize(p_w, p_codes, p_scale, cols, COLS: tl.constexpr, ONCE: tl.constexpr, NATIVE: tl.constexpr):
     # one row: its largest value, then its codes
     row = tl.program_id(0).to(tl.int64)
@@ -107,15 +120,13 @@ def _quantize(p_w, p_codes, p_scale, cols, COLS: tl.constexpr, ONCE: tl.constexp
     p_w += row * cols
     p_codes += row * cols
     b_x = tl.load(p_w + o, mask=o < cols, other=0.0).to(tl.float32)
-    # |x| compared as integers: the same order, and NaN stays on top
-    bits = tl.max(b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
+    bits = _largest(b_x)
     if not ONCE:
         for start in range(COLS, cols, COLS):
             b_x = tl.load(p_w + start + o, mask=start + o < cols, other=0.0).to(tl.float32)
-            bits = tl.maximum(bits, tl.max(b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0))
-    absmax = tl.maximum(bits, 0x05000000).to(tl.float32, bitcast=True)  # TINY
-    tl.store(p_scale + row, tl.div_rn(absmax, 448.0))
-    inverse = tl.div_rn(448.0, absmax)
+            bits = tl.maximum(bits, _largest(b_x))
+    scale, inverse = _factors(bits)
+    tl.store(p_scale + row, scale)
     if ONCE:
         tl.store(p_codes + o, _code(b_x * inverse, NATIVE), mask=o < cols)
     else:
