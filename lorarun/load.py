@@ -32,7 +32,6 @@ from lorarun.models import build_model
 from lorarun.nn import Model
 from lorarun.quant.store import FP8Store, NF4Store, Store
 from lorarun.quantised import read_scheme
-from lorarun.template import NAMED
 from lorarun.tokenizer import Tokenizer
 
 STORES: dict[int, type[Store]] = {4: NF4Store, 8: FP8Store}
@@ -116,6 +115,8 @@ def load(
     else:
         model.tokenizer = Tokenizer.load(source.folder, template=template)
     if model.tokenizer is not None and model.tokenizer.replaced:
+        from lorarun.template import NAMED  # noqa: PLC0415 - jinja2 takes a fifth of lorarun's import
+
         name = next((f" {name!r}" for name, (text, _) in NAMED.items() if text == model.tokenizer.template), "")
         print(f"load: messages are written with the chat template{name} that {origin}.", file=sys.stderr)
     model.requires_grad_(False).eval()

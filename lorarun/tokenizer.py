@@ -23,12 +23,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
 from lorarun.headers import is_there, read_json, read_text
-from lorarun.template import NAMED, Message, Span, Template, check_messages
+
+if TYPE_CHECKING:
+    from lorarun.template import Message, Span, Template
 
 FILES = (
     "tokenizer.json",
@@ -106,6 +108,8 @@ def _fold_system(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
     Raises ValueError when a system message has no user turn behind it, or its content is not text.
     """
+    from lorarun.template import check_messages  # noqa: PLC0415 - jinja2 takes a fifth of lorarun's import
+
     folded: list[Message] = []
     waiting: list[str] = []
     for message in check_messages(list(messages)):
@@ -156,6 +160,8 @@ class Tokenizer:
         core.post_processor = None  # begin tokens are put here, and its trimming would move offsets
         self._templates = _read_templates(folder, config)
         self.template = self._choose_template(template)
+        from lorarun.template import Template  # noqa: PLC0415 - jinja2 takes a fifth of lorarun's import
+
         self._template = None if self.template is None else Template(self.template, self._tokens)
         self.stop_ids: tuple[int, ...] = tuple(sorted({*end_ids(sources), *_as_ids(self.eos_id), *self._end_of_turn()}))
 
@@ -215,6 +221,8 @@ class Tokenizer:
     def _lacking(self, name: str) -> list[str]:
         """The control tokens of the named template that this tokenizer would break into pieces."""
         core = self._core
+        from lorarun.template import NAMED  # noqa: PLC0415 - jinja2 takes a fifth of lorarun's import
+
         tokens = [(token, core.token_to_id(token)) for token in NAMED[name][1]]
         return [token for token, i in tokens if i is None or core.encode(token, add_special_tokens=False).ids != [i]]
 
@@ -225,6 +233,8 @@ class Tokenizer:
             return template
         if template in self._templates:
             return self._templates[template]
+        from lorarun.template import NAMED  # noqa: PLC0415 - jinja2 takes a fifth of lorarun's import
+
         if template not in NAMED:
             names = ", ".join([*self._templates, *(name for name in NAMED if name not in self._templates)])
             raise ValueError(f"there is no chat template {template!r}; choose from {names}, or give a template's text")
@@ -236,6 +246,8 @@ class Tokenizer:
         return NAMED[template][0]
 
     def _suggestion(self) -> str:
+        from lorarun.template import NAMED  # noqa: PLC0415 - jinja2 takes a fifth of lorarun's import
+
         fitting = [name for name in NAMED if not self._lacking(name)]
         return f"its tokens fit template={' or '.join(map(repr, fitting))}" if fitting else "give a template's own text"
 
