@@ -13,6 +13,7 @@ byte, which torch has no tensors for, and headers between 4 MiB and the format's
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import math
 import os
@@ -202,10 +203,15 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises FileNotFoundError where there is no file, ValueError for anything else.
     """
     text = read_text(path).removeprefix("\ufeff")
+    collects = gc.isenabled()
+    gc.disable()  # of many small lists each thousand would have it look through everything that is loaded
     try:
         value = _shallow(json.loads(text, object_pairs_hook=_consistent))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}): fetch it again.") from None
+    finally:
+        if collects:
+            gc.enable()
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got a {type(value).__name__}.")
     return value

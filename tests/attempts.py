@@ -125,6 +125,7 @@ if __name__ == "__main__":
     import torch
 
     import lorarun
+    import lorarun.template  # noqa: F401 - loaded late, and not what is measured
 
     torch.set_num_threads(1)
     main()
