@@ -142,9 +142,12 @@ def _write(model: Model, folder: Path) -> None:
     fresh = folder.with_name(f".{folder.name}.new")
     shutil.rmtree(fresh, ignore_errors=True)
     save_merged(model, fresh, dtype=None if model.dtype == torch.float64 else model.dtype)
+    old = folder.with_name(f".{folder.name}.old")  # goes when the new one is there
+    shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
-        shutil.rmtree(folder)
+        folder.rename(old)
     fresh.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _out_of_memory(model: Model, plan: Plan, run: Run, error: BaseException) -> str:

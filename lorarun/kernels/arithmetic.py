@@ -1,8 +1,8 @@
 """Arithmetic of kernels that Triton writes out at length, in the few instructions that NVIDIA's GPUs have for it.
 
 Passes that only move bytes have about 70 instructions for a step of 32 elements before these take longer than the
-memory.  A rounding to bf16 and back took a conversion at an eighth of the usual rate; a sigmoid took twelve, most of
-them for numbers that fp32 only just holds.
+memory.  Triton's rounding to bf16 and back goes through the unit for special functions, which has few lanes; much
+of its sigmoid is for numbers that fp32 only just holds.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ holds whole 32-bit words of codes; the tensor core wants pairs of neighbouring c
 eight words are one step, the second pairs the next, and x is read in that order.  Scales multiply the sum of their
 block in fp32: values are rounded once, to 16 bits.
 
-A short launch before the long one writes x in that order, so that it is read 16 bytes at a time (pairs from all over x
-took longer than everything else), and makes u = x · Aᵀ on the way, in parts that the long one sums.
+A short launch before the long one writes x in that order, so that it is read 16 bytes at a time and not in pairs
+from all over x, 4 bytes a request, and makes u = x · Aᵀ on the way, in parts that the long one sums.
 
 The warps of a program share its rows of W and divide the columns among them, in a fixed pattern that depends on tiles
 alone: the same bits every time, and for a row whatever stands beside it in a tile of rows.
