@@ -19,10 +19,14 @@ def exact(w, a, b, scale):
     return (w.double() + scale * b.double() @ a.to(w.dtype).double()).norm(dim=1)
 
 
-def check(got, expected):
-    """Squares of fp32 sums, whose roundings stay within some 2⁻²⁴ · √columns; the root halves them."""
+def check(got, expected, cols=0):
+    """Squares of fp32 sums, whose roundings stay within some 2⁻²⁴ · √columns; the root halves them.
+
+    cols: of a product by tensor cores, which cut off what does not fit at each 16 columns, always downwards: 2⁻²³ each.
+    """
     assert got.dtype == torch.float32 and got.shape == expected.shape
-    assert ((got.double() / expected - 1).abs() < 2**-19).all(), (got.double() / expected - 1).abs().max()
+    error = (got.double() / expected - 1).abs().max()
+    assert error < 2**-19 + cols / 16 * 2**-24, error
 
 
 @pytest.mark.kernel
@@ -126,5 +130,5 @@ def test_weights_of_real_size(device, rows, rank):
     w, a, b = factors(rank, rows, 4096, device, torch.bfloat16)
     poison(device)
     got = row_norms(w, a, b, 2.0)
-    check(got, exact(w, a, b, 2.0))
+    check(got, exact(w, a, b, 2.0), cols=4096)
     assert torch.equal(got, row_norms(w, a, b, 2.0))
