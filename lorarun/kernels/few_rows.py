@@ -3,25 +3,24 @@
     y = act(x · W₀ᵀ) · (x · W₁ᵀ)   or   y = x · [W₀; W₁; W₂]ᵀ,   each + bias + scale · x · Aᵀ · Bᵀ,   + residual
 
 Every code is read once and nothing of the size of W is written.  The usual kernel for one row keeps tensor cores out of
-it and is bound by instructions: at the speed of memory a GPU has about five for each weight, of which decoding to
-fp32 and multiplying alone would take all.  So codes become 16-bit pairs by byte permutations (eight table look-ups are
-14 of them and 7 more), which are what ``tl.dot`` takes, and 16 weights cost one instruction there, whether 1 row or 8.
+it and is bound by instructions; here codes become 16-bit pairs in registers (:mod:`lorarun.kernels.codes`), which are
+what ``tl.dot`` takes, and 16 weights cost one instruction there, whether 1 row or 8.
 
-That works without moving anything between threads because the sum over columns may be taken in any order.  A thread
-holds whole 32-bit words of codes; the tensor core wants pairs of neighbouring columns from it.  So the first pairs of
-eight words are one step, the second pairs the next, and x is read in that order.  Scales multiply the sum of their
-block in fp32: values are rounded once, to 16 bits.
+Nothing moves between threads for that, because the sum over columns may be taken in any order.  A thread holds whole
+32-bit words of codes; the tensor core wants pairs of neighbouring columns from it.  So the first pairs of eight words
+are one step, the second pairs the next, and x is read in that order.
 
-A short launch before the long one writes x in that order, so that it is read 16 bytes at a time and not in pairs
-from all over x, 4 bytes a request, and makes u = x · Aᵀ on the way, in parts that the long one sums.
+Up to 16 rows each warp goes its own way: it reads codes of four blocks ahead of their use, and there is no barrier and
+no shared memory until warps, which divide the columns among them, are summed.  Scales multiply the sum of their block
+in fp32: values are rounded once, to 16 bits.  For more rows x is the larger part of what is read, so that all warps
+share a tile of it.
 
-The warps of a program share its rows of W and divide the columns among them, in a fixed pattern that depends on tiles
-alone: the same bits every time, and for a row whatever stands beside it in a tile of rows.
+u = x · Aᵀ is made by a short launch before the long one, in parts that the long one sums.  Sums are taken in a fixed
+pattern that depends on tiles alone: the same bits every time, and for a row whatever stands beside it.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -30,16 +29,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lorarun.kernels.arithmetic import PTX
 from lorarun.kernels.backend import INTERPRETED, runs_triton, tl, triton
-from lorarun.kernels.fp8 import FP8, _decode, fp8_dequantize_reference
+from lorarun.kernels.codes import (
+    fp8_scaled,
+    fp8_values,
+    get,
+    get_byte,
+    get_eight,
+    get_two,
+    nf4_scaled,
+    nf4_values,
+    planes,
+)  # fmt: skip
+from lorarun.kernels.fp8 import FP8, fp8_dequantize_reference
 from lorarun.kernels.gated import ACTIVATIONS, _activation
 from lorarun.kernels.lora import Branch, slot
-from lorarun.kernels.nf4 import NF4, VALUES, nf4_dequantize_reference, tables
+from lorarun.kernels.nf4 import NF4, nf4_dequantize_reference, tables
 
 ROWS = 64  # the most that these kernels take
+ALONE = 16  # rows up to which warps share nothing
 MAX_WIDTH = 64  # of adapters' slots
-PARTS = 16  # of u, at the most
+PARTS = 16  # of u, at the most; a multiple of 4
 WHOLE = 1 << 30  # a block of scales as wide as any row
 
 
@@ -87,183 +97,196 @@ def few_rows_reference(
 
 # --- Triton kernels --------------------------------------------------------------------------------------------------
 #
-# u blocks of 8 words (64 codes of NF4, 32 of FP8), n rows of W, m rows of x.  A word's pairs j of codes take part in
-# the products number j of its block.
-
-
-def _planes(dtype: torch.dtype) -> list[int]:
-    """The 16 values as eight words: their high bytes, four a word, then their low bytes."""
-    values = torch.tensor(VALUES, dtype=torch.float32).to(dtype).view(torch.int16).tolist()
-    planes = [[(value >> shift) & 255 for value in values] for shift in (8, 0)]
-    return [struct.unpack("<i", bytes(plane[i : i + 4]))[0] for plane in planes for i in (0, 4, 8, 12)]
-
-
-def _permutations() -> str:
-    """PTX: a word of eight codes ($8) to eight 16-bit values ($0 to $7), from the tables $9 to $16.
-
-    A selector picks four bytes out of eight by three bits each, so that the halves of the table are asked both, and
-    bit 3 of a code, spread over a byte, says which to take.  Of two codes in a byte the high one comes first.
-    """
-    lines = ["{.reg .b32 s, f, m, a, b, h, l, t;", "and.b32 s, $8, 0x77777777;", "shl.b32 f, $8, 4;"]
-    for half, spread in ((0, "0xD9C8"), (4, "0xFBEA")):
-        lines += ["shr.u32 s, s, 16;"] * (half > 0) + [f"prmt.b32 m, f, $8, {spread};"]
-        for plane, first in (("h", 9), ("l", 13)):
-            lines.append(f"prmt.b32 a, ${first}, ${first + 1}, s; prmt.b32 b, ${first + 2}, ${first + 3}, s;")
-            lines.append(f"lop3.b32 {plane}, a, b, m, 0xD8;")  # b where m, else a
-        for i, pair in ((half, "0x4051"), (half + 2, "0x6273")):
-            lines.append(f"prmt.b32 t, l, h, {pair}; mov.b32 {{${i}, ${i + 1}}}, t;")
-    return " ".join([*lines, "}"])
-
-
-PERMUTE = tl.constexpr(_permutations())
-OPERANDS = tl.constexpr(",".join(["=h"] * 8 + ["r"] * 9))
+# A block is 8 words of codes: 64 weights in NF4, 32 in FP8.  n rows of W, m rows of x.  A word's pairs j of codes take
+# part in the products number j of its block.
 
 
 @triton.jit
-def _look_up(p_values, code):
-    return tl.load(p_values + (code & 15))
-
-
-@triton.jit
-def _values(b_w, t0, t1, t2, t3, t4, t5, t6, t7, p_values, dtype: tl.constexpr):
-    """The eight values of each word, 16 bits, in the order of the weight's columns."""
-    if PTX:
-        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-            PERMUTE, OPERANDS, [b_w, t0, t1, t2, t3, t4, t5, t6, t7],
-            dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
-            is_pure=True, pack=1,
-        )  # fmt: skip
-        return (
-            v0.to(dtype, bitcast=True), v1.to(dtype, bitcast=True), v2.to(dtype, bitcast=True),
-            v3.to(dtype, bitcast=True), v4.to(dtype, bitcast=True), v5.to(dtype, bitcast=True),
-            v6.to(dtype, bitcast=True), v7.to(dtype, bitcast=True),
-        )  # fmt: skip
+def _scale_of(
+    p_scale, p_nested, p_map, offset, first, o_b, bn, FORMAT: tl.constexpr, GROUP: tl.constexpr, DOUBLE: tl.constexpr
+):
+    """Scales of blocks o_b of rows whose first block, or first scale in FP8, is number ``first``, fp32."""
+    if FORMAT == "FP8":
+        b_f = get(p_scale + first + o_b // bn)
     else:
-        return (
-            _look_up(p_values, b_w >> 4).to(dtype), _look_up(p_values, b_w).to(dtype),
-            _look_up(p_values, b_w >> 12).to(dtype), _look_up(p_values, b_w >> 8).to(dtype),
-            _look_up(p_values, b_w >> 20).to(dtype), _look_up(p_values, b_w >> 16).to(dtype),
-            _look_up(p_values, b_w >> 28).to(dtype), _look_up(p_values, b_w >> 24).to(dtype),
-        )  # fmt: skip
-
-
-@triton.jit
-def _joined(b_a, b_b, U: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pairs of neighbouring columns [U, n, 8 words] as one operand [U, n, 16]."""
-    return tl.reshape(tl.join(b_a, b_b), [U, BLOCK_N, 16])
-
-
-@triton.jit
-def _block(at, o_u, blocks, EVEN: tl.constexpr):
-    """The numbers of U blocks; the last one again for those past the end, whose scales are 0 then."""
-    return at + o_u if EVEN else tl.minimum(at + o_u, blocks - 1)
-
-
-@triton.jit
-def _byte(p, o):
-    """Bytes by way of the words that they lie in.  Where a weight is multiplied by a scale, Triton (3.6, 3.9) takes the
-    narrowest load of both for the width of the codes, and gives each thread more columns than these products have."""
-    at = (p + o).to(tl.int64)
-    return (tl.load((at & -4).to(tl.pointer_type(tl.int32))) >> ((at & 3) * 8).to(tl.int32)) & 255
-
-
-@triton.jit
-def _nf4(
-    p_x, cols, p_codes, p_absmax, p_nested, p_map, p_offset, p_values, p_planes, o_n, blocks,
-    GROUP: tl.constexpr, DOUBLE: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    U: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """(x · Wᵀ)ᵀ for rows o_n of weights in NF4, fp32 [N, M]; GROUP blocks of 64 share a scale.  Pointers may differ
-    from row to row.
-
-    From 32 rows of x on there are more sums than weights, and the registers of a second set of them: then scales
-    multiply the weights, which are rounded twice more.
-    """
-    FOLD: tl.constexpr = M >= 32
-    dtype: tl.constexpr = p_x.dtype.element_ty
-    # As loads of tensors, which Triton lets pass where it looks for a layout in which codes become operands in place.
-    p_t = p_planes + tl.zeros([1, 1, 1], tl.int32)
-    t0, t1, t2, t3 = tl.load(p_t), tl.load(p_t + 1), tl.load(p_t + 2), tl.load(p_t + 3)
-    t4, t5, t6, t7 = tl.load(p_t + 4), tl.load(p_t + 5), tl.load(p_t + 6), tl.load(p_t + 7)
-    o_u, o_c, o_m = tl.arange(0, U), tl.arange(0, 16), tl.arange(0, M)
-    first = o_n.to(tl.int64) * blocks  # the number of a row's first block in the weight
-    p_w = (p_codes.to(tl.pointer_type(tl.int32)) + first * 8)[None, :, None] + tl.arange(0, 8)[None, None, :]
-    p_x += o_m[None, None, :] * cols + o_c[None, :, None]
-    if DOUBLE:
-        offset = tl.load(p_offset)
-    b_y = tl.zeros([U, N, M], tl.float32)
-    for at in tl.range(0, blocks, U, num_stages=STAGES):
-        o_b = _block(at, o_u, blocks, EVEN)
-        b_w = tl.load(p_w + o_b[:, None, None] * 8)
-        o_s = (first[None, :] + o_b[:, None]) // GROUP
+        o_s = (first + o_b) // GROUP
         if DOUBLE:
-            b_s = tl.load(p_map + _byte(p_absmax, o_s)) * tl.load(p_nested + o_s // 256) + offset
+            b_f = get(p_map + get_byte(p_scale + o_s)) * get(p_nested + o_s // 256) + offset
         else:
-            b_s = tl.load(p_absmax + o_s)
+            b_f = get(p_scale + o_s)
+    return b_f
+
+
+@triton.jit
+def _rows(a0, a1, b0, b1, U: tl.constexpr, N: tl.constexpr):
+    """Pairs of neighbouring columns of the words 2q and 2q + 1, [U, n, 4 q], as one operand [U, n, 16]."""
+    return tl.reshape(tl.join(tl.join(a0, b0), tl.join(a1, b1)), [U, N, 16])
+
+
+@triton.jit
+def _columns(a0, a1, b0, b1, U: tl.constexpr, M: tl.constexpr):
+    """The same of x, [U, m, 4 q], as the other operand [U, 16, m]."""
+    return tl.permute(_rows(a0, a1, b0, b1, U, M), (0, 2, 1))
+
+
+@triton.jit
+def _ahead(p_w, p_scale, p_nested, p_map, offset, first, at, blocks, bn,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, DOUBLE: tl.constexpr, RUNS: tl.constexpr, W: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """Codes [U, n, 4] twice, and scales [U, n] or with RUNS what four of them are made of, [W, n] twice."""
+    o_u = tl.arange(0, 4 * W)
+    o_b = at + o_u % W * 4 + o_u // W  # a warp takes four neighbours: whole lines of 128 bytes
+    if not EVEN:
+        o_b = tl.minimum(o_b, blocks - 1)
+    b_a, b_b = get_two(p_w + o_b[:, None, None] * 8)
+    if RUNS:
+        o_s = first + (at + tl.arange(0, W) * 4)[:, None]
+        b_s, b_n = get((p_scale + o_s).to(tl.pointer_type(tl.int32))), get(p_nested + o_s // 256)
+    else:
+        b_s = _scale_of(p_scale, p_nested, p_map, offset, first, o_b[:, None], bn, FORMAT, GROUP, DOUBLE)
+        b_n = b_s
+    return b_a, b_b, b_s, b_n
+
+
+@triton.jit
+def _alone(
+    p_x, stride_x, rows, p_codes, p_scale, p_nested, p_map, offset, p_values, p_planes, o_n, first, blocks, bn,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, DOUBLE: tl.constexpr, RUNS: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, W: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """(x · Wᵀ)ᵀ for rows o_n of weights, fp32 [N, M], by W warps.  Pointers may differ from row to row.
+
+    RUNS: the scales of four blocks are one word.  GROUP blocks share a scale.
+    """
+    dtype: tl.constexpr = p_x.dtype.element_ty
+    U: tl.constexpr = 4 * W
+    each: tl.constexpr = 64 if FORMAT == "NF4" else 32
+    o_u, o_q, o_m = tl.arange(0, U), tl.arange(0, 4), tl.arange(0, M)
+    p_w = (p_codes.to(tl.pointer_type(tl.int32)) + o_n.to(tl.int64) * blocks * 8)[None, :, None]
+    p_w += (o_q * 2)[None, None, :]
+    p_x += tl.minimum(o_m, rows - 1)[None, :, None] * stride_x + (o_q * (each // 4))[None, None, :]
+    p_planes += o_q[None, None, :] * 8
+    p_scale, p_nested, p_map = p_scale[None, :], p_nested[None, :], p_map[None, :]
+    offset, first = offset[None, :], first[None, :]
+    b_y = tl.zeros([U, N, M], tl.float32)
+    b_a, b_b, b_s, b_n = _ahead(
+        p_w, p_scale, p_nested, p_map, offset, first, 0, blocks, bn, FORMAT, GROUP, DOUBLE, RUNS, W, EVEN
+    )  # fmt: skip
+    for at in tl.range(0, blocks, U, num_stages=1):
+        after = tl.minimum(at + U, (blocks - 1) // U * U)
+        c_a, c_b, c_s, c_n = _ahead(
+            p_w, p_scale, p_nested, p_map, offset, first, after, blocks, bn, FORMAT, GROUP, DOUBLE, RUNS, W, EVEN
+        )  # fmt: skip
+        b_f = b_s
+        if RUNS:
+            code = (b_s[None, :, :] >> (tl.arange(0, 4) * 8)[:, None, None]) & 255
+            b_f = tl.reshape(get(p_map[None, :, :] + code) * b_n[None, :, :] + offset[None, :, :], [U, N])
+        o_b = at + o_u % W * 4 + o_u // W
         if not EVEN:
-            b_s = tl.where((at + o_u < blocks)[:, None], b_s, 0.0)
-        v0, v1, v2, v3, v4, v5, v6, v7 = _values(b_w, t0, t1, t2, t3, t4, t5, t6, t7, p_values, dtype)
-        p_k = p_x + o_b[:, None, None] * 64
-        x0, x1, x2, x3 = tl.load(p_k), tl.load(p_k + 16), tl.load(p_k + 32), tl.load(p_k + 48)
-        w0, w1 = _joined(v0, v1, U, N), _joined(v2, v3, U, N)
-        w2, w3 = _joined(v4, v5, U, N), _joined(v6, v7, U, N)
-        if FOLD:
-            b_f = b_s.to(dtype)[:, :, None]
-            b_y = tl.dot(w0 * b_f, x0, b_y, input_precision=PRECISION)
-            b_y = tl.dot(w1 * b_f, x1, b_y, input_precision=PRECISION)
-            b_y = tl.dot(w2 * b_f, x2, b_y, input_precision=PRECISION)
-            b_y = tl.dot(w3 * b_f, x3, b_y, input_precision=PRECISION)
+            b_f = tl.where((o_b < blocks)[:, None], b_f, 0.0)
+            o_b = tl.minimum(o_b, blocks - 1)
+        p_k = p_x + o_b[:, None, None] * each
+        x0, x1, x2, x3, x4, x5, x6, x7 = get_eight(p_k)
+        if FORMAT == "NF4":
+            z0, z1, z2, z3, z4, z5, z6, z7 = get_eight(p_k + 8)
+            v0, v1, v2, v3, v4, v5, v6, v7 = nf4_values(b_a, p_planes, p_values, dtype)
+            w0, w1, w2, w3, w4, w5, w6, w7 = nf4_values(b_b, p_planes, p_values, dtype)
+            b_p = tl.dot(_rows(v0, v1, w0, w1, U, N), _columns(x0, x1, z0, z1, U, M), input_precision=PRECISION)
+            b_p = tl.dot(_rows(v2, v3, w2, w3, U, N), _columns(x2, x3, z2, z3, U, M), b_p, input_precision=PRECISION)
+            b_p = tl.dot(_rows(v4, v5, w4, w5, U, N), _columns(x4, x5, z4, z5, U, M), b_p, input_precision=PRECISION)
+            b_p = tl.dot(_rows(v6, v7, w6, w7, U, N), _columns(x6, x7, z6, z7, U, M), b_p, input_precision=PRECISION)
         else:
-            b_p = tl.dot(w0, x0, input_precision=PRECISION)
-            b_p = tl.dot(w1, x1, b_p, input_precision=PRECISION)
-            b_p = tl.dot(w2, x2, b_p, input_precision=PRECISION)
-            b_p = tl.dot(w3, x3, b_p, input_precision=PRECISION)
-            b_y += b_p * b_s.to(tl.float32)[:, :, None]
+            v0, v1, v2, v3 = fp8_values(b_a, dtype)
+            w0, w1, w2, w3 = fp8_values(b_b, dtype)
+            b_p = tl.dot(_rows(v0, v1, w0, w1, U, N), _columns(x0, x1, x4, x5, U, M), input_precision=PRECISION)
+            b_p = tl.dot(_rows(v2, v3, w2, w3, U, N), _columns(x2, x3, x6, x7, U, M), b_p, input_precision=PRECISION)
+        b_y += b_p * b_f[:, :, None]
+        b_a, b_b, b_s, b_n = c_a, c_b, c_s, c_n
     return tl.sum(b_y, axis=0)
 
 
 @triton.jit
-def _fp8(
-    p_x, cols, p_codes, p_scale, o_n, blocks, bm, bn, grid_n,
-    PRECISION: tl.constexpr, M: tl.constexpr, N: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
+def _ahead_together(
+    p_w, p_scale, p_nested, p_map, offset, first, at, blocks, bn,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, DOUBLE: tl.constexpr, RUNS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`_nf4` for e4m3 codes in blocks of 32, whose scales are for blocks of bm × 32 · bn."""
+    """Codes [n, 32], and scales [n, 4] or with RUNS what they are made of, [n, 1] twice."""
+    o_b, o_w = at + tl.arange(0, 4), at + tl.arange(0, 32) // 8
+    if not EVEN:
+        o_b, o_w = tl.minimum(o_b, blocks - 1), tl.minimum(o_w, blocks - 1)
+    b_w = get(p_w + (o_w * 8)[None, :])
+    if RUNS:
+        b_s, b_n = get((p_scale + first + at).to(tl.pointer_type(tl.int32))), get(p_nested + (first + at) // 256)
+    else:
+        b_s = _scale_of(p_scale, p_nested, p_map, offset, first, o_b[None, :], bn, FORMAT, GROUP, DOUBLE)
+        b_n = b_s
+    return b_w, b_s, b_n
+
+
+@triton.jit
+def _together(
+    p_x, stride_x, p_codes, p_scale, p_nested, p_map, offset, p_values, p_planes, o_n, first, blocks, bn,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, DOUBLE: tl.constexpr, RUNS: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same, four blocks a round; x in the order of :func:`_prepare`, whose tile all warps share.
+
+    With more sums than weights a second set of them finds no registers, so scales multiply weights, which are rounded
+    once more.
+    """
     dtype: tl.constexpr = p_x.dtype.element_ty
-    o_u, o_c, o_m = tl.arange(0, U), tl.arange(0, 16), tl.arange(0, M)
-    first = o_n.to(tl.int64) * (blocks * 8)
-    p_w = (p_codes.to(tl.pointer_type(tl.int32)) + first)[None, :, None] + tl.arange(0, 8)[None, None, :]
-    p_x += o_m[None, None, :] * cols + o_c[None, :, None]
-    p_s = (p_scale + (o_n // bm) * grid_n)[None, :]
-    b_y = tl.zeros([U, N, M], tl.float32)
-    for at in tl.range(0, blocks, U, num_stages=STAGES):
-        o_b = _block(at, o_u, blocks, EVEN)
-        b_w = tl.load(p_w + o_b[:, None, None] * 8)
-        b_s = tl.load(p_s + (o_b // bn)[:, None])
+    each: tl.constexpr = 64 if FORMAT == "NF4" else 32
+    o_w, o_k, o_m = tl.arange(0, 32), tl.arange(0, 64), tl.arange(0, M)
+    p_w = (p_codes.to(tl.pointer_type(tl.int32)) + o_n.to(tl.int64) * blocks * 8)[:, None]
+    p_w += (o_w % 4 * 2 + o_w // 4 % 2)[None, :]
+    p_x += o_m[:, None] * stride_x + o_k[None, :]
+    p_planes += (o_w % 4)[None, :] * 8
+    p_scale, p_nested, p_map = p_scale[:, None], p_nested[:, None], p_map[:, None]
+    offset, first = offset[:, None], first[:, None]
+    b_y = tl.zeros([N, M], tl.float32)
+    b_w, b_s, b_n = _ahead_together(
+        p_w, p_scale, p_nested, p_map, offset, first, 0, blocks, bn, FORMAT, GROUP, DOUBLE, RUNS, EVEN
+    )  # fmt: skip
+    for at in tl.range(0, blocks, 4, num_stages=STAGES):
+        after = tl.minimum(at + 4, (blocks - 1) // 4 * 4)
+        c_w, c_s, c_n = _ahead_together(
+            p_w, p_scale, p_nested, p_map, offset, first, after, blocks, bn, FORMAT, GROUP, DOUBLE, RUNS, EVEN
+        )  # fmt: skip
+        b_f = b_s
+        if RUNS:
+            b_f = get(p_map + ((b_s >> (tl.arange(0, 4) * 8)[None, :]) & 255)) * b_n + offset
         if not EVEN:
-            b_s = tl.where((at + o_u < blocks)[:, None], b_s, 0.0)
-        v0, v1 = _decode(b_w & 255).to(dtype), _decode((b_w >> 8) & 255).to(dtype)
-        v2, v3 = _decode((b_w >> 16) & 255).to(dtype), _decode((b_w >> 24) & 255).to(dtype)
-        p_k = p_x + o_b[:, None, None] * 32
-        x0, x1 = tl.load(p_k), tl.load(p_k + 16)
-        b_p = tl.dot(_joined(v0, v1, U, N), x0, input_precision=PRECISION)
-        b_p = tl.dot(_joined(v2, v3, U, N), x1, b_p, input_precision=PRECISION)
-        b_y += b_p * b_s[:, :, None]
-    return tl.sum(b_y, axis=0)
+            b_f = tl.where((at + tl.arange(0, 4) < blocks)[None, :], b_f, 0.0)
+        b_f = tl.reshape(tl.broadcast_to(b_f[:, :, None], [N, 4, 8]), [N, 32])
+        p_k = p_x + at * each
+        x0, x1 = tl.load(p_k), tl.load(p_k + 64)
+        if FORMAT == "NF4":
+            x2, x3 = tl.load(p_k + 128), tl.load(p_k + 192)
+            v0, v1, v2, v3, v4, v5, v6, v7 = nf4_scaled(b_w, b_f, p_planes, p_values, dtype)
+        else:
+            v0, v1, v2, v3 = fp8_scaled(b_w, b_f, dtype)
+        b_y = tl.dot(tl.reshape(tl.join(v0, v1), [N, 64]), tl.trans(x0), b_y, input_precision=PRECISION)
+        b_y = tl.dot(tl.reshape(tl.join(v2, v3), [N, 64]), tl.trans(x1), b_y, input_precision=PRECISION)
+        if FORMAT == "NF4":
+            b_y = tl.dot(tl.reshape(tl.join(v4, v5), [N, 64]), tl.trans(x2), b_y, input_precision=PRECISION)
+            b_y = tl.dot(tl.reshape(tl.join(v6, v7), [N, 64]), tl.trans(x3), b_y, input_precision=PRECISION)
+        b_w, b_s, b_n = c_w, c_s, c_n
+    return b_y
 
 
 @triton.jit(do_not_specialize=["rows", "r0", "r1", "r2", "span"])
 def _prepare(
-    p_x, stride_x, rows, cols, p_ordered, p_parts, p_a0, p_a1, p_a2, r0, r1, r2, span,
+    p_x, stride_x, rows, cols, p_ordered, wide, p_parts, p_a0, p_a1, p_a2, r0, r1, r2, span,
     WORD: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Columns of x, as the products read them, [M, cols], zeros below the last row; and their part of uᵀ [ALL, M].
+    """A span of x's columns: their part of uᵀ [ALL, M] and, where WORD, they as :func:`_together` reads them.
 
-    WORD: codes in a word.  Of eight words the first pairs come first, then the second ones.
+    That is [M, wide], zeros below the last row and past the last column.  WORD: codes in a word.  Of four blocks the
+    first pairs of all words come first, then the second ones; in a block the words 0, 2, 4, 6, 1, 3, 5, 7.
     """
     dtype: tl.constexpr = p_x.dtype.element_ty
-    block: tl.constexpr = 8 * WORD
     o_c, o_m = tl.arange(0, ALL), tl.arange(0, M)
     if WIDTH > 0:
         which, within = o_c // WIDTH, o_c % WIDTH
@@ -277,9 +300,11 @@ def _prepare(
         b_x = tl.load(
             p_x + o_m[None, :] * stride_x + o_k[:, None], mask=(o_m < rows)[None, :] & m_k[:, None], other=0.0
         )
-        at_word, in_word = o_k % block // WORD, o_k % WORD
-        ordered = o_k // block * block + in_word // 2 * 16 + at_word * 2 + in_word % 2
-        tl.store(p_ordered + o_m[None, :] * cols + ordered[:, None], b_x, mask=m_k[:, None])
+        if WORD > 0:
+            word, within_word = o_k // WORD % 8, o_k % WORD
+            pair = within_word // 2 * 32 + o_k // (8 * WORD) % 4 * 8 + word // 2 + word % 2 * 4
+            o_p = o_k // (32 * WORD) * (32 * WORD) + pair * 2 + o_k % 2
+            tl.store(p_ordered + o_m[None, :] * wide + o_p[:, None], b_x, mask=(o_k < wide)[:, None])
         if WIDTH > 0:
             b_a = tl.load(p_a[:, None] + o_k[None, :], mask=(within < r)[:, None] & m_k[None, :], other=0.0)
             b_u = tl.dot(b_a.to(dtype), b_x, b_u, input_precision=PRECISION)
@@ -298,24 +323,26 @@ def _up(
     if WIDTH > 0:
         o_r, o_m = tl.arange(0, WIDTH), tl.arange(0, M)
         b_b = tl.load(p_b + o_n[:, None] * r + o_r[None, :], mask=m_n[:, None] & (o_r < r)[None, :], other=0.0)
-        step: tl.constexpr = min(16, max(1, 8192 // (WIDTH * M)))  # parts that are read at a time
-        o_i, o_u = tl.arange(0, step)[:, None, None], (o_r[:, None] * M + o_m[None, :])[None, :, :]
+        p_u = p_parts + o_r[:, None] * M + o_m[None, :]
         b_u = tl.zeros([WIDTH, M], tl.float32)
-        for i in range(0, parts, step):
-            b_u += tl.sum(tl.load(p_parts + (i + o_i) * (ALL * M) + o_u, mask=i + o_i < parts, other=0.0), axis=0)
+        for i in range(0, parts, 4):
+            b_0, b_1 = tl.load(p_u + i * (ALL * M)), tl.load(p_u + (i + 1) * (ALL * M))
+            b_2, b_3 = tl.load(p_u + (i + 2) * (ALL * M)), tl.load(p_u + (i + 3) * (ALL * M))
+            b_u += (b_0 + b_1) + (b_2 + b_3)
         b_y += tl.dot(b_b.to(dtype), b_u.to(dtype), input_precision=PRECISION) * s
     return b_y
 
 
 @triton.jit(do_not_specialize=["rows", "r0", "r1", "r2", "parts"])
 def _few(
-    p_x, rows, cols, p_y, stride_y, p_res, stride_res, p_parts, parts, p_values, p_planes, blocks, bm, bn, grid_n,
+    p_x, stride_x, rows, p_y, stride_y, p_res, stride_res, p_parts, parts, p_values, p_planes, blocks, bm, bn, grid_n,
     p_codes0, p_absmax0, p_nested0, p_map0, p_offset0, n0, p_bias0, p_b0, r0, s0,
     p_codes1, p_absmax1, p_nested1, p_map1, p_offset1, n1, p_bias1, p_b1, r1, s1,
     p_codes2, p_absmax2, p_nested2, p_map2, p_offset2, n2, p_bias2, p_b2, r2, s2,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, DOUBLE: tl.constexpr, BIAS: tl.constexpr, WIDTH: tl.constexpr,
-    ALL: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr,
-    BLOCK_N: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, DOUBLE: tl.constexpr, RUNS: tl.constexpr, BIAS: tl.constexpr,
+    WIDTH: tl.constexpr, ALL: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
+    ALONE: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, W: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N rows of a weight; with ACT the same rows of two weights."""
     dtype: tl.constexpr = p_x.dtype.element_ty
@@ -336,18 +363,25 @@ def _few(
     o_k = tl.minimum(within * BLOCK_N + tl.arange(0, N) % BLOCK_N, n - 1)  # rows past the end repeat the last one
     p_codes = tl.where(own, p_codes0, tl.where(other, p_codes1, p_codes2))
     p_absmax = tl.where(own, p_absmax0, tl.where(other, p_absmax1, p_absmax2))
-    if FORMAT == "NF4":
-        p_nested, p_map, p_offset = p_nested0, p_map0, p_offset0
-        if DOUBLE:
-            p_nested = tl.where(own, p_nested0, tl.where(other, p_nested1, p_nested2))
-            p_map = tl.where(own, p_map0, tl.where(other, p_map1, p_map2))
-            p_offset = tl.where(own, p_offset0, tl.where(other, p_offset1, p_offset2))
-        b_y = _nf4(
-            p_x, cols, p_codes, p_absmax, p_nested, p_map, p_offset, p_values, p_planes, o_k, blocks,
-            GROUP, DOUBLE, PRECISION, M, N, U, EVEN, STAGES,
+    b_0 = tl.zeros([N], tl.int32)  # pointers and offset for each row
+    p_codes, p_absmax = p_codes + b_0, p_absmax + b_0
+    p_nested, p_map, offset, scales = p_absmax, p_absmax, b_0, o_k.to(tl.int64) * blocks  # where there are none
+    if FORMAT == "FP8":
+        scales = (o_k // bm).to(tl.int64) * grid_n
+    elif DOUBLE:
+        p_nested = tl.where(own, p_nested0, tl.where(other, p_nested1, p_nested2)) + b_0
+        p_map = tl.where(own, p_map0, tl.where(other, p_map1, p_map2)) + b_0
+        offset = get(tl.where(own, p_offset0, tl.where(other, p_offset1, p_offset2)) + b_0)
+    if ALONE:
+        b_y = _alone(
+            p_x, stride_x, rows, p_codes, p_absmax, p_nested, p_map, offset, p_values, p_planes, o_k, scales, blocks,
+            bn, FORMAT, GROUP, DOUBLE, RUNS, PRECISION, M, N, W, EVEN,
         )  # fmt: skip
     else:
-        b_y = _fp8(p_x, cols, p_codes, p_absmax, o_k, blocks, bm, bn, grid_n, PRECISION, M, N, U, EVEN, STAGES)
+        b_y = _together(
+            p_x, stride_x, p_codes, p_absmax, p_nested, p_map, offset, p_values, p_planes, o_k, scales, blocks, bn,
+            FORMAT, GROUP, DOUBLE, RUNS, PRECISION, M, N, EVEN, STAGES,
+        )  # fmt: skip
     p_bias, p_b, r, s = p_bias0, p_b0, r0, s0
     if ACT is not None:
         b_y, b_z = tl.split(tl.permute(tl.reshape(b_y, [2, BLOCK_N, M]), [1, 2, 0]))
@@ -380,14 +414,14 @@ def _few(
 
 @cache
 def _constants(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The 16 values in fp32, rounded to ``dtype``, and their bytes as the permutations want them."""
+    """NF4's 16 values in fp32, rounded to ``dtype``, and four copies of their bytes."""
     values = tables(torch.device("cpu"))[0].to(dtype).float()
-    return values.to(device), torch.tensor(_planes(dtype), dtype=torch.int32, device="cpu").to(device)
+    return values.to(device), torch.tensor(planes(dtype) * 4, dtype=torch.int32, device="cpu").to(device)
 
 
-# (BLOCK_N, U, warps, stages) by the rows of x up to which they serve; what compiles well, not measured yet
-Tile = tuple[int, int, int, int]
-TILES: dict[int, Tile] = {8: (16, 8, 4, 4), 16: (16, 8, 4, 4), 32: (16, 8, 8, 3), 64: (32, 8, 8, 2)}
+# (BLOCK_N, warps, stages) by the rows of x up to which they serve
+Tile = tuple[int, int, int]
+TILES: dict[int, Tile] = {8: (16, 4, 1), 16: (16, 4, 1), 32: (64, 4, 2), 64: (64, 4, 2)}
 
 
 def serves(x: Tensor, weights: Sequence[Stored], biases: Sequence[Tensor | None], branches: Sequence[Branch]) -> bool:
@@ -419,31 +453,35 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     rows, cols = x.shape
     m = max(8, triton.next_power_of_2(rows))
-    block_n, u, warps, stages = TILES[m] if tile is None else tile
+    block_n, warps, stages = TILES[m] if tile is None else tile
     if act is not None:
-        block_n = max(16, block_n // 2)  # of each of the two weights
-    values, planes = _constants(x.device, x.dtype)
+        block_n //= 2  # of each of the two weights
+    if x.data_ptr() % 16 or x.stride(0) % 8:
+        x = x.clone(memory_format=torch.contiguous_format)
+    values, words = _constants(x.device, x.dtype)
     wide = weights[0].rows if act is not None else sum(weight.rows for weight in weights)
     y = torch.empty((rows, wide), dtype=x.dtype, device=x.device)
-    width = slot(branches)
-    every = max(16, triton.next_power_of_2(len(weights) * width))
-    block_k = max(64, min(256, 8192 // triton.next_power_of_2(every + m)))
-    span = triton.cdiv(triton.cdiv(cols, PARTS), block_k) * block_k
-    parts = triton.cdiv(cols, span)
-    ordered = torch.empty((m, cols), dtype=x.dtype, device=x.device)
-    hidden = torch.empty((parts, every, m), dtype=torch.float32, device=x.device) if width else y
-    present = next((branch for branch in branches if branch.rank), Branch(0))
-    padded = [*branches, *[Branch(0)] * (3 - len(branches))]
-    factors = [branch if branch.rank else present for branch in padded]
-    ranks = [branch.rank for branch in padded]
     first = weights[0]
     nf4 = isinstance(first.part, NF4)
+    blocks, width = cols // (64 if nf4 else 32), slot(branches)
+    padded = [*branches, *[Branch(0)] * (3 - len(branches))]
+    ranks = [branch.rank for branch in padded]
+    present = next((branch for branch in branches if branch.rank), Branch(0))
+    factors = [branch if branch.rank else present for branch in padded]
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
-    _prepare[(parts,)](
-        x, x.stride(0), rows, cols, ordered, hidden, *[branch.a for branch in factors], *ranks, span,
-        WORD=8 if nf4 else 4, WIDTH=width, ALL=every, PRECISION=precision, M=m, BLOCK_K=block_k, num_warps=4,
-        num_stages=2,
-    )  # fmt: skip
+    every = max(16, triton.next_power_of_2(len(weights) * width))
+    block_k = max(64, min(256, 8192 // triton.next_power_of_2(every + m)))
+    padding = -cols % (256 if nf4 else 128)
+    span = triton.cdiv(triton.cdiv(cols + padding, PARTS), block_k) * block_k
+    parts = triton.cdiv(triton.cdiv(cols + padding, span), 4) * 4
+    hidden = torch.empty((parts, every, m), dtype=torch.float32, device=x.device) if width else y
+    read = x if m <= ALONE else torch.empty((m, cols + padding), dtype=x.dtype, device=x.device)
+    if width or m > ALONE:
+        _prepare[(parts,)](
+            x, x.stride(0), rows, cols, read, cols + padding, hidden, *[branch.a for branch in factors], *ranks, span,
+            WORD=0 if m <= ALONE else 8 if nf4 else 4, WIDTH=width, ALL=every, PRECISION=precision, M=m,
+            BLOCK_K=block_k, num_warps=4, num_stages=1,
+        )  # fmt: skip
     arguments: list[Any] = []
     for i in range(3):
         j = min(i, len(weights) - 1)
@@ -452,15 +490,16 @@ def _launch(
         size = weights[j].rows if i == j else 0
         arguments += [*held, size, biases[j], factors[i].b, ranks[i], padded[i].scale]
     bm, bn = first.part.block if isinstance(first.part, FP8) else (1, 32)
-    blocks = cols // (64 if nf4 else 32)
+    double = isinstance(first.part, NF4) and first.part.offset is not None
+    runs = double and first.block == 64 and blocks % 4 == 0 and all(w.part[1].data_ptr() % 4 == 0 for w in weights)
     tiles = triton.cdiv(wide, block_n) if act is not None else sum(triton.cdiv(w.rows, block_n) for w in weights)
     _few[(tiles,)](
-        ordered, rows, cols, y, y.stride(0), residual, 0 if residual is None else residual.stride(0), hidden, parts,
-        values, planes, blocks, bm, WHOLE if bn >= cols else bn // 32, triton.cdiv(cols, bn), *arguments,
-        FORMAT="NF4" if nf4 else "FP8", GROUP=first.block // 64 if nf4 else 1,
-        DOUBLE=isinstance(first.part, NF4) and first.part.offset is not None, BIAS=biases[0] is not None, WIDTH=width,
-        ALL=every, RESIDUAL=residual is not None, ACT=act, PRECISION=precision, M=m, BLOCK_N=block_n, U=u,
-        EVEN=blocks % u == 0, STAGES=stages, num_warps=warps, num_stages=stages,
+        read, read.stride(0), rows, y, y.stride(0), residual, 0 if residual is None else residual.stride(0), hidden,
+        parts, values, words, blocks, bm, WHOLE if bn >= cols else bn // 32, triton.cdiv(cols, bn), *arguments,
+        FORMAT="NF4" if nf4 else "FP8", GROUP=first.block // 64 if nf4 else 1, DOUBLE=double, RUNS=runs,
+        BIAS=biases[0] is not None, WIDTH=width, ALL=every, RESIDUAL=residual is not None, ACT=act,
+        PRECISION=precision, ALONE=m <= ALONE, M=m, BLOCK_N=block_n, W=warps,
+        EVEN=blocks % (4 * warps if m <= ALONE else 4) == 0, STAGES=stages, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y
 
