@@ -49,7 +49,8 @@ from lorarun.kernels.nf4 import NF4, nf4_dequantize_reference, tables
 ROWS = 64  # the most that these kernels take
 ALONE = 16  # rows up to which warps share nothing
 MAX_WIDTH = 64  # of adapters' slots
-PARTS = 16  # of u, at the most; a multiple of 4
+PARTS = (8, 16)  # of u, at the most and a multiple of 4: for many rows and for few
+FULL = 264  # programs that keep a GPU of 132 multiprocessors busy
 WHOLE = 1 << 30  # a block of scales as wide as any row
 
 
@@ -227,17 +228,18 @@ def _ahead_together(
 @triton.jit
 def _together(
     p_x, stride_x, p_codes, p_scale, p_nested, p_map, offset, p_values, p_planes, o_n, first, blocks, bn,
+    start, stop,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, DOUBLE: tl.constexpr, RUNS: tl.constexpr, PRECISION: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The same, four blocks a round; x in the order of :func:`_prepare`, whose tile all warps share.
+    """The same for the blocks from ``start`` to ``stop``, four a round, of x as :func:`_prepare` leaves it.
 
-    With more sums than weights a second set of them finds no registers, so scales multiply weights, which are rounded
-    once more.
+    All warps share its tile, and codes are decoded while the tensor cores take earlier ones.  With more sums than
+    weights a second set of them finds no registers, so scales multiply weights, which are rounded once more.
     """
     dtype: tl.constexpr = p_x.dtype.element_ty
     each: tl.constexpr = 64 if FORMAT == "NF4" else 32
-    o_w, o_k, o_m = tl.arange(0, 32), tl.arange(0, 64), tl.arange(0, M)
+    o_w, o_k, o_m = tl.arange(0, 32), tl.arange(0, 4 * each), tl.arange(0, M)
     p_w = (p_codes.to(tl.pointer_type(tl.int32)) + o_n.to(tl.int64) * blocks * 8)[:, None]
     p_w += (o_w % 4 * 2 + o_w // 4 % 2)[None, :]
     p_x += o_m[:, None] * stride_x + o_k[None, :]
@@ -246,9 +248,9 @@ def _together(
     offset, first = offset[:, None], first[:, None]
     b_y = tl.zeros([N, M], tl.float32)
     b_w, b_s, b_n = _ahead_together(
-        p_w, p_scale, p_nested, p_map, offset, first, 0, blocks, bn, FORMAT, GROUP, DOUBLE, RUNS, EVEN
+        p_w, p_scale, p_nested, p_map, offset, first, start, blocks, bn, FORMAT, GROUP, DOUBLE, RUNS, EVEN
     )  # fmt: skip
-    for at in tl.range(0, blocks, 4, num_stages=STAGES):
+    for at in tl.range(start, stop, 4, num_stages=STAGES):
         after = tl.minimum(at + 4, (blocks - 1) // 4 * 4)
         c_w, c_s, c_n = _ahead_together(
             p_w, p_scale, p_nested, p_map, offset, first, after, blocks, bn, FORMAT, GROUP, DOUBLE, RUNS, EVEN
@@ -259,57 +261,60 @@ def _together(
         if not EVEN:
             b_f = tl.where((at + tl.arange(0, 4) < blocks)[None, :], b_f, 0.0)
         b_f = tl.reshape(tl.broadcast_to(b_f[:, :, None], [N, 4, 8]), [N, 32])
-        p_k = p_x + at * each
-        x0, x1 = tl.load(p_k), tl.load(p_k + 64)
+        b_x = tl.load(p_x + at * each)
         if FORMAT == "NF4":
-            x2, x3 = tl.load(p_k + 128), tl.load(p_k + 192)
             v0, v1, v2, v3, v4, v5, v6, v7 = nf4_scaled(b_w, b_f, p_planes, p_values, dtype)
+            b_v = tl.join(tl.join(tl.join(v0, v1), tl.join(v4, v5)), tl.join(tl.join(v2, v3), tl.join(v6, v7)))
+            b_v = tl.reshape(tl.permute(b_v, (0, 3, 4, 1, 2)), [N, 256])
         else:
             v0, v1, v2, v3 = fp8_scaled(b_w, b_f, dtype)
-        b_y = tl.dot(tl.reshape(tl.join(v0, v1), [N, 64]), tl.trans(x0), b_y, input_precision=PRECISION)
-        b_y = tl.dot(tl.reshape(tl.join(v2, v3), [N, 64]), tl.trans(x1), b_y, input_precision=PRECISION)
-        if FORMAT == "NF4":
-            b_y = tl.dot(tl.reshape(tl.join(v4, v5), [N, 64]), tl.trans(x2), b_y, input_precision=PRECISION)
-            b_y = tl.dot(tl.reshape(tl.join(v6, v7), [N, 64]), tl.trans(x3), b_y, input_precision=PRECISION)
+            b_v = tl.reshape(tl.permute(tl.join(tl.join(v0, v1), tl.join(v2, v3)), (0, 3, 1, 2)), [N, 128])
+        b_y = tl.dot(b_v, tl.trans(b_x), b_y, input_precision=PRECISION)
         b_w, b_s, b_n = c_w, c_s, c_n
     return b_y
 
 
-@triton.jit(do_not_specialize=["rows", "r0", "r1", "r2", "span"])
+@triton.jit(do_not_specialize=["rows", "r0", "r1", "r2", "span", "parts"])
 def _prepare(
-    p_x, stride_x, rows, cols, p_ordered, wide, p_parts, p_a0, p_a1, p_a2, r0, r1, r2, span,
+    p_x, stride_x, rows, cols, p_ordered, wide, p_parts, parts, p_a0, p_a1, p_a2, r0, r1, r2, span,
     WORD: tl.constexpr, WIDTH: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr, M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A span of x's columns: their part of uᵀ [ALL, M] and, where WORD, they as :func:`_together` reads them.
+    """One of the ``parts`` of uᵀ, [ALL, M]; in programs beyond these 32 words of x as :func:`_together` reads them.
 
     That is [M, wide], zeros below the last row and past the last column.  WORD: codes in a word.  Of four blocks the
     first pairs of all words come first, then the second ones; in a block the words 0, 2, 4, 6, 1, 3, 5, 7.
     """
     dtype: tl.constexpr = p_x.dtype.element_ty
-    o_c, o_m = tl.arange(0, ALL), tl.arange(0, M)
+    o_m = tl.arange(0, M)
+    part = tl.program_id(0)
     if WIDTH > 0:
-        which, within = o_c // WIDTH, o_c % WIDTH
-        r = tl.where(which == 0, r0, tl.where(which == 1, r1, tl.where(which == 2, r2, 0)))
-        p_a = tl.where(which == 0, p_a0, tl.where(which == 1, p_a1, p_a2))
-        p_a += within.to(tl.int64) * cols
-        b_u = tl.zeros([ALL, M], tl.float32)
-    for at in range(0, span, BLOCK_K):
-        o_k = tl.program_id(0) * span + at + tl.arange(0, BLOCK_K)
-        m_k = o_k < cols
-        b_x = tl.load(
-            p_x + o_m[None, :] * stride_x + o_k[:, None], mask=(o_m < rows)[None, :] & m_k[:, None], other=0.0
-        )
-        if WORD > 0:
-            word, within_word = o_k // WORD % 8, o_k % WORD
-            pair = within_word // 2 * 32 + o_k // (8 * WORD) % 4 * 8 + word // 2 + word % 2 * 4
-            o_p = o_k // (32 * WORD) * (32 * WORD) + pair * 2 + o_k % 2
-            tl.store(p_ordered + o_m[None, :] * wide + o_p[:, None], b_x, mask=(o_k < wide)[:, None])
-        if WIDTH > 0:
-            b_a = tl.load(p_a[:, None] + o_k[None, :], mask=(within < r)[:, None] & m_k[None, :], other=0.0)
-            b_u = tl.dot(b_a.to(dtype), b_x, b_u, input_precision=PRECISION)
-    if WIDTH > 0:
-        tl.store(p_parts + (tl.program_id(0) * ALL + o_c)[:, None] * M + o_m[None, :], b_u)
+        if part < parts:
+            o_c = tl.arange(0, ALL)
+            which, within = o_c // WIDTH, o_c % WIDTH
+            r = tl.where(which == 0, r0, tl.where(which == 1, r1, tl.where(which == 2, r2, 0)))
+            p_a = tl.where(which == 0, p_a0, tl.where(which == 1, p_a1, p_a2))
+            p_a += within.to(tl.int64) * cols
+            b_u = tl.zeros([ALL, M], tl.float32)
+            for at in range(0, span, BLOCK_K):
+                o_k = part * span + at + tl.arange(0, BLOCK_K)
+                m_k = o_k < cols
+                mask = (o_m < rows)[None, :] & m_k[:, None]
+                b_x = tl.load(p_x + o_m[None, :] * stride_x + o_k[:, None], mask=mask, other=0.0)
+                b_a = tl.load(p_a[:, None] + o_k[None, :], mask=(within < r)[:, None] & m_k[None, :], other=0.0)
+                b_u = tl.dot(b_a.to(dtype), b_x, b_u, input_precision=PRECISION)
+            tl.store(p_parts + (part * ALL + o_c)[:, None] * M + o_m[None, :], b_u)
+    if WORD > 0:
+        if part >= parts:
+            o_p = tl.arange(0, 16 * WORD)  # pairs as they are written
+            block, slot = o_p // 8 % 4, o_p % 8
+            word = slot % 4 * 2 + slot // 4
+            o_k = (part - parts) * (32 * WORD) + (block * 8 + word) * WORD + o_p // 32 * 2
+            mask = (o_m < rows)[:, None] & (o_k < cols)[None, :]
+            b_0 = tl.load(p_x + o_m[:, None] * stride_x + o_k[None, :], mask=mask, other=0.0)
+            b_1 = tl.load(p_x + o_m[:, None] * stride_x + o_k[None, :] + 1, mask=mask, other=0.0)
+            o_o = (part - parts) * (32 * WORD) + tl.arange(0, 32 * WORD)
+            tl.store(p_ordered + o_m[:, None] * wide + o_o[None, :], tl.reshape(tl.join(b_0, b_1), [M, 32 * WORD]))
 
 
 @triton.jit
@@ -335,16 +340,20 @@ def _up(
 
 @triton.jit(do_not_specialize=["rows", "r0", "r1", "r2", "parts"])
 def _few(
-    p_x, stride_x, rows, p_y, stride_y, p_res, stride_res, p_parts, parts, p_values, p_planes, blocks, bm, bn, grid_n,
+    p_x, stride_x, rows, p_y, stride_y, p_res, stride_res, p_sums, p_parts, parts, p_values, p_planes,
+    blocks, bm, bn, grid_n,
     p_codes0, p_absmax0, p_nested0, p_map0, p_offset0, n0, p_bias0, p_b0, r0, s0,
     p_codes1, p_absmax1, p_nested1, p_map1, p_offset1, n1, p_bias1, p_b1, r1, s1,
     p_codes2, p_absmax2, p_nested2, p_map2, p_offset2, n2, p_bias2, p_b2, r2, s2,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, DOUBLE: tl.constexpr, RUNS: tl.constexpr, BIAS: tl.constexpr,
     WIDTH: tl.constexpr, ALL: tl.constexpr, RESIDUAL: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
     ALONE: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, W: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, SPLITS: tl.constexpr, END: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N rows of a weight; with ACT the same rows of two weights."""
+    """BLOCK_N rows of a weight; with ACT the same rows of two weights.
+
+    SPLITS: how many programs share the columns of a tile.  They leave their sums to a second launch, the END.
+    """
     dtype: tl.constexpr = p_x.dtype.element_ty
     tile = tl.program_id(0)
     t0, t1 = tl.cdiv(n0, BLOCK_N), tl.cdiv(n0, BLOCK_N) + tl.cdiv(n1, BLOCK_N)
@@ -372,41 +381,53 @@ def _few(
         p_nested = tl.where(own, p_nested0, tl.where(other, p_nested1, p_nested2)) + b_0
         p_map = tl.where(own, p_map0, tl.where(other, p_map1, p_map2)) + b_0
         offset = get(tl.where(own, p_offset0, tl.where(other, p_offset1, p_offset2)) + b_0)
-    if ALONE:
+    p_sum = p_sums + (tile * N + tl.arange(0, N))[:, None] * M + tl.arange(0, M)[None, :]
+    between = tl.num_programs(0) * N * M
+    if END:
+        b_y = tl.load(p_sum)
+        for i in tl.static_range(1, SPLITS):
+            b_y += tl.load(p_sum + i * between)
+    elif ALONE:
         b_y = _alone(
             p_x, stride_x, rows, p_codes, p_absmax, p_nested, p_map, offset, p_values, p_planes, o_k, scales, blocks,
             bn, FORMAT, GROUP, DOUBLE, RUNS, PRECISION, M, N, W, EVEN,
         )  # fmt: skip
     else:
+        span = tl.cdiv(blocks, 4 * SPLITS) * 4
         b_y = _together(
             p_x, stride_x, p_codes, p_absmax, p_nested, p_map, offset, p_values, p_planes, o_k, scales, blocks, bn,
+            tl.program_id(1) * span, tl.minimum(tl.program_id(1) * span + span, blocks),
             FORMAT, GROUP, DOUBLE, RUNS, PRECISION, M, N, EVEN, STAGES,
         )  # fmt: skip
-    p_bias, p_b, r, s = p_bias0, p_b0, r0, s0
-    if ACT is not None:
-        b_y, b_z = tl.split(tl.permute(tl.reshape(b_y, [2, BLOCK_N, M]), [1, 2, 0]))
+    if SPLITS > 1 and not END:
+        tl.store(p_sum + tl.program_id(1) * between, b_y)
     else:
-        if BIAS:
-            p_bias = tl.where(first, p_bias0, tl.where(second, p_bias1, p_bias2))
-        if WIDTH > 0:
-            p_b = tl.where(first, p_b0, tl.where(second, p_b1, p_b2))
-            r = tl.where(first, r0, tl.where(second, r1, r2))
-            s = tl.where(first, s0, tl.where(second, s1, s2))
-    b_y = _up(
-        b_y, p_bias, p_b, p_parts + which * (WIDTH * M), parts, r, s, o_n, m_n, BIAS, WIDTH, ALL, dtype, PRECISION, M
-    )  # fmt: skip
-    if ACT is not None:
-        b_z = _up(
-            b_z, p_bias1, p_b1, p_parts + WIDTH * M, parts, r1, s1, o_n, m_n, BIAS, WIDTH, ALL, dtype, PRECISION, M
+        p_bias, p_b, r, s = p_bias0, p_b0, r0, s0
+        if ACT is not None:
+            b_y, b_z = tl.split(tl.permute(tl.reshape(b_y, [2, BLOCK_N, M]), [1, 2, 0]))
+        else:
+            if BIAS:
+                p_bias = tl.where(first, p_bias0, tl.where(second, p_bias1, p_bias2))
+            if WIDTH > 0:
+                p_b = tl.where(first, p_b0, tl.where(second, p_b1, p_b2))
+                r = tl.where(first, r0, tl.where(second, r1, r2))
+                s = tl.where(first, s0, tl.where(second, s1, s2))
+        b_y = _up(
+            b_y, p_bias, p_b, p_parts + which * (WIDTH * M), parts, r, s, o_n, m_n, BIAS, WIDTH, ALL, dtype, PRECISION,
+            M,
         )  # fmt: skip
-        b_a, _ = _activation(b_y, ACT)
-        b_y = b_a * b_z
-    o_m = tl.arange(0, M)
-    mask = m_n[:, None] & (o_m < rows)[None, :]
-    o_c = start + o_n
-    if RESIDUAL:
-        b_y += tl.load(p_res + o_m[None, :] * stride_res + o_c[:, None], mask=mask, other=0.0).to(tl.float32)
-    tl.store(p_y + o_m[None, :] * stride_y + o_c[:, None], b_y.to(dtype), mask=mask)
+        if ACT is not None:
+            b_z = _up(
+                b_z, p_bias1, p_b1, p_parts + WIDTH * M, parts, r1, s1, o_n, m_n, BIAS, WIDTH, ALL, dtype, PRECISION, M
+            )  # fmt: skip
+            b_a, _ = _activation(b_y, ACT)
+            b_y = b_a * b_z
+        o_m = tl.arange(0, M)
+        mask = m_n[:, None] & (o_m < rows)[None, :]
+        o_c = start + o_n
+        if RESIDUAL:
+            b_y += tl.load(p_res + o_m[None, :] * stride_res + o_c[:, None], mask=mask, other=0.0).to(tl.float32)
+        tl.store(p_y + o_m[None, :] * stride_y + o_c[:, None], b_y.to(dtype), mask=mask)
 
 
 # --- host functions --------------------------------------------------------------------------------------------------
@@ -470,17 +491,18 @@ def _launch(
     factors = [branch if branch.rank else present for branch in padded]
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     every = max(16, triton.next_power_of_2(len(weights) * width))
-    block_k = max(64, min(256, 8192 // triton.next_power_of_2(every + m)))
-    padding = -cols % (256 if nf4 else 128)
-    span = triton.cdiv(triton.cdiv(cols + padding, PARTS), block_k) * block_k
-    parts = triton.cdiv(triton.cdiv(cols + padding, span), 4) * 4
+    least = triton.cdiv(cols, PARTS[m <= ALONE])  # columns of a part
+    block_k = max(64, min(triton.next_power_of_2(least), 32768 // triton.next_power_of_2(every + m)))
+    span = triton.cdiv(least, block_k) * block_k
+    parts = triton.cdiv(triton.cdiv(cols, span), 4) * 4 if width else 0
     hidden = torch.empty((parts, every, m), dtype=torch.float32, device=x.device) if width else y
-    read = x if m <= ALONE else torch.empty((m, cols + padding), dtype=x.dtype, device=x.device)
-    if width or m > ALONE:
-        _prepare[(parts,)](
-            x, x.stride(0), rows, cols, read, cols + padding, hidden, *[branch.a for branch in factors], *ranks, span,
-            WORD=0 if m <= ALONE else 8 if nf4 else 4, WIDTH=width, ALL=every, PRECISION=precision, M=m,
-            BLOCK_K=block_k, num_warps=4, num_stages=1,
+    rounds = 0 if m <= ALONE else triton.cdiv(blocks, 4)  # of _together, 32 words of codes each
+    read = torch.empty((m, rounds * (256 if nf4 else 128)), dtype=x.dtype, device=x.device) if rounds else x
+    if parts + rounds:
+        _prepare[(parts + rounds,)](
+            x, x.stride(0), rows, cols, read, read.stride(0), hidden, parts, *[branch.a for branch in factors], *ranks,
+            span, WORD=(8 if nf4 else 4) if rounds else 0, WIDTH=width, ALL=every, PRECISION=precision, M=m,
+            BLOCK_K=block_k, num_warps=8, num_stages=1,
         )  # fmt: skip
     arguments: list[Any] = []
     for i in range(3):
@@ -493,14 +515,20 @@ def _launch(
     double = isinstance(first.part, NF4) and first.part.offset is not None
     runs = double and first.block == 64 and blocks % 4 == 0 and all(w.part[1].data_ptr() % 4 == 0 for w in weights)
     tiles = triton.cdiv(wide, block_n) if act is not None else sum(triton.cdiv(w.rows, block_n) for w in weights)
-    _few[(tiles,)](
-        read, read.stride(0), rows, y, y.stride(0), residual, 0 if residual is None else residual.stride(0), hidden,
-        parts, values, words, blocks, bm, WHOLE if bn >= cols else bn // 32, triton.cdiv(cols, bn), *arguments,
-        FORMAT="NF4" if nf4 else "FP8", GROUP=first.block // 64 if nf4 else 1, DOUBLE=double, RUNS=runs,
-        BIAS=biases[0] is not None, WIDTH=width, ALL=every, RESIDUAL=residual is not None, ACT=act,
-        PRECISION=precision, ALONE=m <= ALONE, M=m, BLOCK_N=block_n, W=warps,
-        EVEN=blocks % (4 * warps if m <= ALONE else 4) == 0, STAGES=stages, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
+    splits = 1 if m <= ALONE else max(1, min(FULL // tiles, rounds // 4))
+    n = block_n if act is None else 2 * block_n
+    sums = torch.empty((splits, tiles, n, m), dtype=torch.float32, device=x.device) if splits > 1 else hidden
+    for end in (False, True)[: 1 + (splits > 1)]:
+        _few[(tiles, 1 if end else splits)](
+            read, read.stride(0), rows, y, y.stride(0), residual, 0 if residual is None else residual.stride(0), sums,
+            hidden, parts, values, words, blocks, bm, WHOLE if bn >= cols else bn // 32, triton.cdiv(cols, bn),
+            *arguments,
+            FORMAT="NF4" if nf4 else "FP8", GROUP=first.block // 64 if nf4 else 1, DOUBLE=double, RUNS=runs,
+            BIAS=biases[0] is not None, WIDTH=width, ALL=every, RESIDUAL=residual is not None, ACT=act,
+            PRECISION=precision, ALONE=m <= ALONE, M=m, BLOCK_N=block_n, W=warps,
+            EVEN=blocks % (4 * warps if m <= ALONE else 4) == 0, STAGES=stages, SPLITS=splits, END=end,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
     return y
 
 

@@ -106,6 +106,12 @@ def test_many_rows(device: Any, rows: int) -> None:
     check(device, rows, 128, [32], "nf4", [8], residual=True)
 
 
+@pytest.mark.parametrize("kind", ["nf4", "fp8"])
+def test_columns_are_divided_where_there_are_few_tiles(device: Any, kind: str) -> None:
+    check(device, 33, 64 * 33, [20], kind, [8], residual=True)
+    check(device, 17, 64 * 33, [20, 20], kind, [0, 3], act="silu", bias=True)
+
+
 # The interpreter's products of bf16 are not the GPU's.
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str)
 def test_half_precision(device: Any, dtype: torch.dtype) -> None:
