@@ -25,6 +25,7 @@ from lorarun.kernels.nf4 import VALUES
 READ = tl.constexpr("ld.global.nc.b32 $0, [$1];")
 READ_BYTE = tl.constexpr("ld.global.nc.u8 $0, [$1];")
 READ_TWO = tl.constexpr("ld.global.nc.v2.b32 {$0, $1}, [$2];")
+READ_FOUR = tl.constexpr("ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4];")
 READ_EIGHT = tl.constexpr(
     "{.reg .b32 a, b, c, d; ld.global.nc.v4.b32 {a, b, c, d}, [$8];"
     " mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b; mov.b32 {$4, $5}, c; mov.b32 {$6, $7}, d;}"
@@ -59,6 +60,23 @@ def get_two(p):
         return a, b
     else:
         return tl.load(p), tl.load(p + 1)
+
+
+@triton.jit
+def get_four(p):
+    """Four fp32 numbers that lie side by side at a multiple of 16 bytes, [..., 2, 2]."""
+    if PTX:
+        a, b, c, d = tl.inline_asm_elementwise(
+            READ_FOUR,
+            "=f,=f,=f,=f,l",
+            [p],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        a, b, c, d = tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3)
+    return tl.join(tl.join(a, c), tl.join(b, d))
 
 
 @triton.jit

@@ -36,11 +36,12 @@ from lorarun.kernels.codes import (
     get,
     get_byte,
     get_eight,
+    get_four,
     get_two,
     nf4_scaled,
     nf4_values,
     planes,
-)  # fmt: skip
+)
 from lorarun.kernels.fp8 import FP8, fp8_dequantize_reference
 from lorarun.kernels.gated import ACTIVATIONS, _activation
 from lorarun.kernels.lora import Branch, slot
@@ -132,8 +133,8 @@ def _columns(a0, a1, b0, b1, U: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def _ahead(p_w, p_scale, p_nested, p_map, offset, first, at, blocks, bn,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, DOUBLE: tl.constexpr, RUNS: tl.constexpr, W: tl.constexpr,
-    EVEN: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, DOUBLE: tl.constexpr, RUNS: tl.constexpr, N: tl.constexpr,
+    W: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Codes [U, n, 4] twice, and scales [U, n] or with RUNS what four of them are made of, [W, n] twice."""
     o_u = tl.arange(0, 4 * W)
@@ -141,8 +142,11 @@ def _ahead(p_w, p_scale, p_nested, p_map, offset, first, at, blocks, bn,
     if not EVEN:
         o_b = tl.minimum(o_b, blocks - 1)
     b_a, b_b = get_two(p_w + o_b[:, None, None] * 8)
-    if RUNS:
-        o_s = first + (at + tl.arange(0, W) * 4)[:, None]
+    o_s = first + (at + tl.arange(0, W) * 4)[:, None]
+    if RUNS and not DOUBLE:
+        b_s = tl.reshape(tl.permute(tl.reshape(get_four(p_scale + o_s), [W, N, 4]), (2, 0, 1)), [4 * W, N])
+        b_n = b_s
+    elif RUNS:
         b_s, b_n = get((p_scale + o_s).to(tl.pointer_type(tl.int32))), get(p_nested + o_s // 256)
     else:
         b_s = _scale_of(p_scale, p_nested, p_map, offset, first, o_b[:, None], bn, FORMAT, GROUP, DOUBLE)
@@ -172,15 +176,15 @@ def _alone(
     offset, first = offset[None, :], first[None, :]
     b_y = tl.zeros([U, N, M], tl.float32)
     b_a, b_b, b_s, b_n = _ahead(
-        p_w, p_scale, p_nested, p_map, offset, first, 0, blocks, bn, FORMAT, GROUP, DOUBLE, RUNS, W, EVEN
+        p_w, p_scale, p_nested, p_map, offset, first, 0, blocks, bn, FORMAT, GROUP, DOUBLE, RUNS, N, W, EVEN
     )  # fmt: skip
     for at in tl.range(0, blocks, U, num_stages=1):
         after = tl.minimum(at + U, (blocks - 1) // U * U)
         c_a, c_b, c_s, c_n = _ahead(
-            p_w, p_scale, p_nested, p_map, offset, first, after, blocks, bn, FORMAT, GROUP, DOUBLE, RUNS, W, EVEN
+            p_w, p_scale, p_nested, p_map, offset, first, after, blocks, bn, FORMAT, GROUP, DOUBLE, RUNS, N, W, EVEN
         )  # fmt: skip
         b_f = b_s
-        if RUNS:
+        if RUNS and DOUBLE:
             code = (b_s[None, :, :] >> (tl.arange(0, 4) * 8)[:, None, None]) & 255
             b_f = tl.reshape(get(p_map[None, :, :] + code) * b_n[None, :, :] + offset[None, :, :], [U, N])
         o_b = at + o_u % W * 4 + o_u // W
@@ -208,21 +212,31 @@ def _alone(
 
 
 @triton.jit
+def _four(a0, a1, b0, b1, c0, c1, d0, d1):
+    """Two pairs of each of two words, [..., 2 of a pair, 2 words, 2 pairs]."""
+    return tl.join(tl.join(tl.join(a0, a1), tl.join(b0, b1)), tl.join(tl.join(c0, c1), tl.join(d0, d1)))
+
+
+@triton.jit
 def _ahead_together(
     p_w, p_scale, p_nested, p_map, offset, first, at, blocks, bn,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, DOUBLE: tl.constexpr, RUNS: tl.constexpr, EVEN: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, DOUBLE: tl.constexpr, RUNS: tl.constexpr, N: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Codes [n, 32], and scales [n, 4] or with RUNS what they are made of, [n, 1] twice."""
-    o_b, o_w = at + tl.arange(0, 4), at + tl.arange(0, 32) // 8
+    """Codes [n, 16] twice, and scales [n, 4] or with RUNS what they are made of, [n, 1] twice."""
+    o_b, o_w = at + tl.arange(0, 4), at + tl.arange(0, 16) // 4
     if not EVEN:
         o_b, o_w = tl.minimum(o_b, blocks - 1), tl.minimum(o_w, blocks - 1)
-    b_w = get(p_w + (o_w * 8)[None, :])
-    if RUNS:
+    b_a, b_b = get_two(p_w + (o_w * 8)[None, :])
+    if RUNS and not DOUBLE:
+        b_s = tl.reshape(get_four(p_scale + first + at), [N, 4])
+        b_n = b_s
+    elif RUNS:
         b_s, b_n = get((p_scale + first + at).to(tl.pointer_type(tl.int32))), get(p_nested + (first + at) // 256)
     else:
         b_s = _scale_of(p_scale, p_nested, p_map, offset, first, o_b[None, :], bn, FORMAT, GROUP, DOUBLE)
         b_n = b_s
-    return b_w, b_s, b_n
+    return b_a, b_b, b_s, b_n
 
 
 @triton.jit
@@ -239,38 +253,41 @@ def _together(
     """
     dtype: tl.constexpr = p_x.dtype.element_ty
     each: tl.constexpr = 64 if FORMAT == "NF4" else 32
-    o_w, o_k, o_m = tl.arange(0, 32), tl.arange(0, 4 * each), tl.arange(0, M)
+    o_w, o_k, o_m = tl.arange(0, 16), tl.arange(0, 4 * each), tl.arange(0, M)
     p_w = (p_codes.to(tl.pointer_type(tl.int32)) + o_n.to(tl.int64) * blocks * 8)[:, None]
-    p_w += (o_w % 4 * 2 + o_w // 4 % 2)[None, :]
+    p_w += (o_w % 4 * 2)[None, :]
     p_x += o_m[:, None] * stride_x + o_k[None, :]
     p_planes += (o_w % 4)[None, :] * 8
     p_scale, p_nested, p_map = p_scale[:, None], p_nested[:, None], p_map[:, None]
     offset, first = offset[:, None], first[:, None]
     b_y = tl.zeros([N, M], tl.float32)
-    b_w, b_s, b_n = _ahead_together(
-        p_w, p_scale, p_nested, p_map, offset, first, start, blocks, bn, FORMAT, GROUP, DOUBLE, RUNS, EVEN
+    b_a, b_b, b_s, b_n = _ahead_together(
+        p_w, p_scale, p_nested, p_map, offset, first, start, blocks, bn, FORMAT, GROUP, DOUBLE, RUNS, N, EVEN
     )  # fmt: skip
     for at in tl.range(start, stop, 4, num_stages=STAGES):
         after = tl.minimum(at + 4, (blocks - 1) // 4 * 4)
-        c_w, c_s, c_n = _ahead_together(
-            p_w, p_scale, p_nested, p_map, offset, first, after, blocks, bn, FORMAT, GROUP, DOUBLE, RUNS, EVEN
+        c_a, c_b, c_s, c_n = _ahead_together(
+            p_w, p_scale, p_nested, p_map, offset, first, after, blocks, bn, FORMAT, GROUP, DOUBLE, RUNS, N, EVEN
         )  # fmt: skip
         b_f = b_s
-        if RUNS:
+        if RUNS and DOUBLE:
             b_f = get(p_map + ((b_s >> (tl.arange(0, 4) * 8)[None, :]) & 255)) * b_n + offset
         if not EVEN:
             b_f = tl.where((at + tl.arange(0, 4) < blocks)[None, :], b_f, 0.0)
-        b_f = tl.reshape(tl.broadcast_to(b_f[:, :, None], [N, 4, 8]), [N, 32])
+        b_f = tl.reshape(tl.broadcast_to(b_f[:, :, None], [N, 4, 4]), [N, 16])
         b_x = tl.load(p_x + at * each)
         if FORMAT == "NF4":
-            v0, v1, v2, v3, v4, v5, v6, v7 = nf4_scaled(b_w, b_f, p_planes, p_values, dtype)
-            b_v = tl.join(tl.join(tl.join(v0, v1), tl.join(v4, v5)), tl.join(tl.join(v2, v3), tl.join(v6, v7)))
-            b_v = tl.reshape(tl.permute(b_v, (0, 3, 4, 1, 2)), [N, 256])
+            v0, v1, v2, v3, v4, v5, v6, v7 = nf4_scaled(b_a, b_f, p_planes, p_values, dtype)
+            w0, w1, w2, w3, w4, w5, w6, w7 = nf4_scaled(b_b, b_f, p_planes, p_values, dtype)
+            b_v = tl.join(_four(v0, v1, w0, w1, v4, v5, w4, w5), _four(v2, v3, w2, w3, v6, v7, w6, w7))
+            b_v = tl.permute(tl.reshape(b_v, [N, 4, 4, 2, 2, 2, 2]), (0, 5, 6, 1, 4, 2, 3))
         else:
-            v0, v1, v2, v3 = fp8_scaled(b_w, b_f, dtype)
-            b_v = tl.reshape(tl.permute(tl.join(tl.join(v0, v1), tl.join(v2, v3)), (0, 3, 1, 2)), [N, 128])
+            v0, v1, v2, v3 = fp8_scaled(b_a, b_f, dtype)
+            w0, w1, w2, w3 = fp8_scaled(b_b, b_f, dtype)
+            b_v = tl.permute(tl.reshape(_four(v0, v1, w0, w1, v2, v3, w2, w3), [N, 4, 4, 2, 2, 2]), (0, 5, 1, 4, 2, 3))
+        b_v = tl.reshape(b_v, [N, 4 * each])
         b_y = tl.dot(b_v, tl.trans(b_x), b_y, input_precision=PRECISION)
-        b_w, b_s, b_n = c_w, c_s, c_n
+        b_a, b_b, b_s, b_n = c_a, c_b, c_s, c_n
     return b_y
 
 
@@ -492,7 +509,9 @@ def _launch(
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     every = max(16, triton.next_power_of_2(len(weights) * width))
     least = triton.cdiv(cols, PARTS[m <= ALONE])  # columns of a part
-    block_k = max(64, min(triton.next_power_of_2(least), 32768 // triton.next_power_of_2(every + m)))
+    block_k = max(
+        64, min(triton.next_power_of_2(least), (32768 if m <= ALONE else 16384) // triton.next_power_of_2(every + m))
+    )
     span = triton.cdiv(least, block_k) * block_k
     parts = triton.cdiv(triton.cdiv(cols, span), 4) * 4 if width else 0
     hidden = torch.empty((parts, every, m), dtype=torch.float32, device=x.device) if width else y
@@ -502,7 +521,7 @@ def _launch(
         _prepare[(parts + rounds,)](
             x, x.stride(0), rows, cols, read, read.stride(0), hidden, parts, *[branch.a for branch in factors], *ranks,
             span, WORD=(8 if nf4 else 4) if rounds else 0, WIDTH=width, ALL=every, PRECISION=precision, M=m,
-            BLOCK_K=block_k, num_warps=8, num_stages=1,
+            BLOCK_K=block_k, num_warps=8, num_stages=1 if m <= ALONE else 3,
         )  # fmt: skip
     arguments: list[Any] = []
     for i in range(3):
@@ -513,7 +532,8 @@ def _launch(
         arguments += [*held, size, biases[j], factors[i].b, ranks[i], padded[i].scale]
     bm, bn = first.part.block if isinstance(first.part, FP8) else (1, 32)
     double = isinstance(first.part, NF4) and first.part.offset is not None
-    runs = double and first.block == 64 and blocks % 4 == 0 and all(w.part[1].data_ptr() % 4 == 0 for w in weights)
+    lined = blocks % 4 == 0 and all(w.part[1].data_ptr() % (4 if double else 16) == 0 for w in weights)
+    runs = nf4 and first.block == 64 and lined
     tiles = triton.cdiv(wide, block_n) if act is not None else sum(triton.cdiv(w.rows, block_n) for w in weights)
     splits = 1 if m <= ALONE else max(1, min(FULL // tiles, rounds // 4))
     n = block_n if act is None else 2 * block_n
