@@ -35,7 +35,8 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": _gelu_tanh}
 BLOCK = 1024
-FORWARD, BACKWARD = (32, 64, 4, 2, 32), (16, 64, 4, 3, 16)  # tiles of the adapted kernels, as in lora.py
+# Tiles of the adapted kernels, as in lora.py.
+FORWARD, BACKWARD, BACKWARD_DROP = (32, 64, 4, 2, 32), (16, 128, 4, 3, 16), (16, 64, 4, 3, 16)
 
 
 def gated_reference(gate: Tensor, up: Tensor, act: str) -> Tensor:
@@ -245,7 +246,8 @@ def adapted_backward(
     dgu = torch.empty((rows, 2 * inner), dtype=gu.dtype, device=gu.device)
     width, pointers = (0, [gu, gu]) if u is None else (u.shape[1] // 2, _borrowed(gate, up))
     slot_down = 0 if du_down is None else du_down.shape[1]
-    block_m, block_n, warps, stages, groups = tile(BACKWARD, max(16, width, slot_down), gu)
+    best = BACKWARD if drop is None else BACKWARD_DROP
+    block_m, block_n, warps, stages, groups = tile(best, max(16, width, slot_down), gu)
     group, groups = row_groups(rows, block_m, groups)
     sums = torch.empty((groups, slot_down, inner), dtype=torch.float32, device=gu.device)
     _adapted_backward[(triton.cdiv(inner, block_n), groups)](

@@ -32,7 +32,8 @@ MAX_WIDTH = 64  # of a slot that the kernels take; wider adapters are served by 
 FILL = 128  # programs that a GPU wants at the least: few rows share their columns out among several
 GATHER = 512  # numbers that one program sums
 SHORT = 128  # rows of a group at the least, so that what groups write stays small beside what they read
-DOWN, UP, GRAD, INPUT_GRAD = (64, 256, 4, 3, 1), (32, 128, 4, 3, 16), (32, 256, 4, 3, 16), (64, 128, 4, 3, 16)
+DOWN, DOWN_DROP = (64, 256, 4, 3, 1), (32, 256, 4, 3, 1)
+UP, GRAD, INPUT_GRAD = (32, 128, 4, 3, 16), (32, 256, 4, 3, 16), (64, 128, 4, 3, 16)
 
 
 class Branch(NamedTuple):
@@ -313,7 +314,7 @@ def lora_down(x: Tensor, branches: Sequence[Branch], drop: Dropout | None = None
     u = torch.empty((len(x), n * width), dtype=x.dtype, device=x.device)
     a, _, ranks, _, _ = triples(branches)
     every = triton.next_power_of_2(n * width)
-    block_m, block_k, warps, stages, _ = tile(DOWN, max(16, every // 2), x)
+    block_m, block_k, warps, stages, _ = tile(DOWN if drop is None else DOWN_DROP, max(16, every // 2), x)
     rows, cols = x.shape
     blocks = triton.cdiv(rows, block_m)
     span = triton.cdiv(triton.cdiv(cols, max(1, FILL // max(1, blocks))), block_k) * block_k

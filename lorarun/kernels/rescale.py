@@ -19,7 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from lorarun.kernels.backend import runs_triton, tl, triton
 
-BLOCK_M, BLOCK_N, GROUPS, WARPS = 32, 128, 16, 4
+FORWARD, BACKWARD = (32, 128), (8, 512)  # tiles
+GROUPS, WARPS = 16, 4
 
 
 def rescale_reference(z: Tensor, s: Tensor, b: Tensor | None = None) -> Tensor:
@@ -77,10 +78,10 @@ def _rescale_backward(
         tl.store(p_db + o_part, tl.sum(b_db, axis=0), mask=m_n)
 
 
-def _grid(rows: int, cols: int) -> tuple[tuple[int, int], int]:
+def _grid(rows: int, cols: int, block_m: int, block_n: int) -> tuple[tuple[int, int], int]:
     """The grid, and the rows of a group."""
-    size = max(1, triton.cdiv(triton.cdiv(rows, GROUPS), BLOCK_M)) * BLOCK_M
-    return (triton.cdiv(cols, BLOCK_N), triton.cdiv(rows, size)), size
+    size = max(1, triton.cdiv(triton.cdiv(rows, GROUPS), block_m)) * block_m
+    return (triton.cdiv(cols, block_n), triton.cdiv(rows, size)), size
 
 
 def columns(parts: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
@@ -97,10 +98,11 @@ def rescale_forward(z: Tensor, s: Tensor, b: Tensor | None = None) -> Tensor:
     """z · s + b for z [rows, cols] of any row stride, in a tensor of its own."""
     y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     if len(z):
-        grid, group = _grid(*z.shape)
+        block_m, block_n = FORWARD
+        grid, group = _grid(*z.shape, block_m, block_n)
         _rescale[grid](
             z, s, b, y, *z.shape, z.stride(0), group,
-            BIAS=b is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=WARPS,
+            BIAS=b is not None, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=WARPS,
         )  # fmt: skip
     return y
 
@@ -113,12 +115,13 @@ def rescale_backward(
     norms [cols], fp32: for s = m / norms, which are constant, dm = ds / norms takes the place of ds.
     """
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    grid, group = _grid(*z.shape)
+    block_m, block_n = BACKWARD
+    grid, group = _grid(*z.shape, block_m, block_n)
     sums = torch.empty((1 + bias, grid[1], z.shape[1]), dtype=torch.float32, device=z.device)
     if len(z):
         _rescale_backward[grid](
             dy, z, s, norms, dz, sums[0], sums[-1], *z.shape, dy.stride(0), z.stride(0), group,
-            NORMS=norms is not None, BIAS=bias, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=WARPS,
+            NORMS=norms is not None, BIAS=bias, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=WARPS,
         )  # fmt: skip
     totals = sums.sum(1)
     return dz, totals[0], totals[1] if bias else None
