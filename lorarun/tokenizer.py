@@ -312,7 +312,7 @@ class Tokenizer:
     def _chat(self) -> Template:
         if self._template is None:
             raise ValueError(
-                f"the checkpoint has no chat template, so messages cannot be written as text: load it "
+                "the checkpoint has no chat template, so messages cannot be written as text: load it "
                 f"with template= ({self._suggestion()}), or use plain text"
             )
         return self._template
