@@ -99,7 +99,7 @@ def rescale_forward(z: Tensor, s: Tensor, b: Tensor | None = None) -> Tensor:
     y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     if len(z):
         block_m, block_n = FORWARD
-        grid, group = _grid(*z.shape, block_m, block_n)
+        grid, group = _grid(len(z), z.shape[1], block_m, block_n)
         _rescale[grid](
             z, s, b, y, *z.shape, z.stride(0), group,
             BIAS=b is not None, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=WARPS,
@@ -116,7 +116,7 @@ def rescale_backward(
     """
     dz = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     block_m, block_n = BACKWARD
-    grid, group = _grid(*z.shape, block_m, block_n)
+    grid, group = _grid(len(z), z.shape[1], block_m, block_n)
     sums = torch.empty((1 + bias, grid[1], z.shape[1]), dtype=torch.float32, device=z.device)
     if len(z):
         _rescale_backward[grid](
