@@ -1,8 +1,9 @@
 """``bench.py decode``: tokens a second that are generated, and what share of the memory's speed that is.
 
 Random prompts of one length, greedy, no stop, adapters of rank 16 on all seven projections with B ≠ 0.  A step's time
-is the difference between answers of two lengths, so that prompts and the capture cancel; ``first`` is the time to the
-first token and ``whole`` the tokens a second of the longer call with everything in it.
+is the median between the arrivals of two tokens on the host, in the second halves of answers: the prompt and the
+capture come before.  ``first`` is the time to the first token and ``whole`` the tokens a second of a call with
+everything in it.
 
 The limit of a step is what it has to read at the speed of a copy: codes and scales of every weight, the head, the
 adapters, and the keys and values of all rows at the middle of the measured span.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import time
@@ -27,6 +29,7 @@ from torch import nn
 
 import lorarun
 from lorarun.cache import vector_bytes
+from lorarun.decode import Reader
 from lorarun.nn import Model
 
 PEERS = ("hf", "unsloth")
@@ -59,6 +62,24 @@ def timed(call: Callable[[], Any], times: int = 3) -> float:
     return statistics.median(found[1:])
 
 
+def arrivals(call: Callable[[], Any]) -> list[float]:
+    """When the host read the tokens of a call's steps, in seconds."""
+    found: list[float] = []
+    read = Reader.read
+
+    def watched(self: Reader) -> Any:
+        tokens = read(self)
+        found.append(time.perf_counter())
+        return tokens
+
+    try:
+        Reader.read = watched  # type: ignore[method-assign]
+        call()
+    finally:
+        Reader.read = read  # type: ignore[method-assign]
+    return found
+
+
 def read(model: Model, batch: int, length: float, kept: str | None = None) -> dict[str, float]:
     """GB that a step reads, for rows of ``length`` tokens."""
     config = model.config
@@ -78,8 +99,9 @@ def measured(model: Model, batch: int, length: int, new: int, copy: float, kept:
     def run(count: int) -> Any:
         return lorarun.generate(model, ids, max_new_tokens=count, stop=[], cache_dtype=kept)
 
-    first, short, whole = (timed(lambda n=n: run(n)) for n in (1, new // 2, new))
-    step = (whole - short) / (new - new // 2)
+    first, whole = timed(lambda: run(1)), timed(lambda: run(new))
+    times = [arrivals(lambda: run(new))[new // 2 :] for _ in range(3)]
+    step = statistics.median(after - before for each in times for before, after in itertools.pairwise(each))
     parts = read(model, batch, length + 0.75 * new, kept)
     moved = sum(parts.values())
     kernels = [len(profiled(lambda n=n: run(n))) for n in (16, 24)]
