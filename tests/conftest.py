@@ -34,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if INTERPRETED:
         patch_once()
     config.addinivalue_line("markers", "gpu: needs an accelerator; deselected where there is none")
+    config.addinivalue_line("markers", "timed: has a limit of processor time, which busy neighbours use up: runs alone")
     config.addinivalue_line("markers", "kernel: runs a Triton kernel, on an accelerator or under TRITON_INTERPRET=1")
 
 
