@@ -76,15 +76,6 @@ def device() -> torch.device:
     return torch.device(torch.accelerator.current_accelerator() or "cpu")
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """For tiny shapes: they are no faster on two threads, and many times slower on two busy cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="session")
 def tiny() -> Callable[[str], Path]:
     """`tiny(name)` is the folder of that checkpoint of tests/tiny.py, reference included. Read-only."""

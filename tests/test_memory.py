@@ -18,8 +18,6 @@ from lorarun.quant.store import NF4Store
 from lorarun.recompute import POLICIES
 from lorarun.trace import MIB, Reserved, Tracer, peak
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256, "num_hidden_layers": 32, "rope_theta": 5e5,

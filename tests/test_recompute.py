@@ -25,7 +25,7 @@ from lorarun.recompute import POLICIES, run_block
 
 FAMILIES = ["llama3", "qwen3", "gemma2", "gemma3-text"]
 OTHERS = [policy for policy in POLICIES if policy != "keep"]
-pytestmark = pytest.mark.usefixtures("one_thread", "set_by_hand")
+pytestmark = pytest.mark.usefixtures("set_by_hand")
 
 
 @pytest.fixture
