@@ -69,6 +69,7 @@ from toy import make
 import lorarun
 
 SECONDS, MIB = 2.0, 200  # of CPU, above the imports
+pytestmark = pytest.mark.timed
 
 # --- good folders --------------------------------------------------------------------------------------------------
 

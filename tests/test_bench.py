@@ -19,7 +19,6 @@ from lorarun.cache import Cache
 from lorarun.quant.store import stores
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,6 @@ FAMILIES = (
 WINDOWED = ("mistral-sliding", "qwen2-sliding", "gemma2", "gemma3-text")
 CLOSE = dict(rtol=0.0, atol=1e-4)
 Tiny = Callable[[str], Path]
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @functools.cache

@@ -25,7 +25,6 @@ from lorarun.lora import add_lora
 SCRIPT = Path(__file__).parent.parent / "scripts" / "chat.py"
 Tiny = Callable[[str], Path]
 Chat = Callable[..., tuple[str, str]]
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

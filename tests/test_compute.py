@@ -41,13 +41,11 @@ def test_other_dtypes_are_refused(device):
         use_fp8(decoder(device).half())
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_sizes_that_tensor_cores_do_not_take_are_named():
     with emulation(), pytest.raises(ValueError, match=r"layers\.0\.mlp\.gate_proj \[100, 64\].*and 3 more"):
         use_fp8(decoder(intermediate_size=100))
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_products_change_in_fp8_and_are_the_same_bits_in_bf16_afterwards():
     model = decoder()
     lorarun.add_lora(model, r=4, seed=0)
@@ -76,7 +74,6 @@ def test_products_change_in_fp8_and_are_the_same_bits_in_bf16_afterwards():
     assert "FP8 copies" not in lorarun.report(model).to_dict()["storage"]
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_a_plan_counts_the_copies_and_runs_on_shapes(capsys):
     model = decoder()
     lorarun.add_lora(model, r=4, seed=0)
@@ -117,7 +114,6 @@ def test_captured_steps_do_not_outlive_the_copies(device):
             assert (ours - first).norm() <= 0.02 * first.norm()  # padded lengths and eager ones sum in another order
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_plans_in_fp8():
     """Also of adapters that the kernels do not serve; a plan that fails changes nothing, nor does a longer batch."""
     model = decoder().to("meta", torch.bfloat16)
@@ -131,7 +127,6 @@ def test_plans_in_fp8():
     assert model.compute == "fp8" and model.model.layers[0].mlp.up_proj.scaled
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_a_plan_that_loss_makes_leaves_fp8_on(monkeypatch):
     monkeypatch.setattr(memory, "HOSTS", ("meta",))  # as on an accelerator
     model = decoder()

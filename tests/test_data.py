@@ -340,7 +340,7 @@ def test_streamed_batches_hold_no_more_than_their_buffer(tmp_path: Path) -> None
         assert rows.drawn <= given + 20  # the buffer, one of which waits for the next batch
 
 
-def test_streamed_batches_are_shuffled_by_seed(tmp_path: Path, one_thread: None) -> None:
+def test_streamed_batches_are_shuffled_by_seed(tmp_path: Path) -> None:
     tokenizer = load(tmp_path)
     rows = [{"text": f"{i} fox"} for i in range(40)]
 

@@ -37,10 +37,9 @@ from lorarun.lora import linears, lora_parameters
 from lorarun.nn import Model
 from lorarun.quant.store import FP8Store, stores
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:_check_is_size|.*`is_gradient_checkpointing`|You passed `quantization_config`"),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:_check_is_size|.*`is_gradient_checkpointing`|You passed `quantization_config`"
+)
 Tiny = Callable[[str], Path]
 ALL = [*FAMILIES, "gemma3"]
 FP32 = torch.float32

@@ -22,7 +22,6 @@ from lorarun import loop, train
 from lorarun.data import batches, prepare
 
 load = functools.partial(lorarun.load, device="cpu")
-pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = [
     {
         "messages": [

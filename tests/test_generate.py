@@ -38,7 +38,6 @@ from lorarun.tokenizer import Tokenizer
 
 decoding = importlib.import_module("lorarun.generate")  # the package has a function of that name
 Tiny = Callable[[str], Path]
-pytestmark = pytest.mark.usefixtures("one_thread")
 FAMILIES = (
     "llama3",
     "llama-dynamic",  # trained for 16 positions: prompts and answers here go beyond

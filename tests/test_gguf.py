@@ -28,8 +28,6 @@ from lorarun.nn import Model
 from lorarun.quant.store import dequantize
 from lorarun.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SERVED = [
     *("llama3", "llama-tied", "llama-bias", "llama-linear", "mistral", "qwen2", "qwen2-yarn", "qwen3"),
     *("gemma", "gemma2", "gemma3-text", "gemma3"),

@@ -23,7 +23,6 @@ from lorarun.graph import Steps, look
 from lorarun.lora import linears
 
 load = functools.partial(lorarun.load, device="cpu")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def rerun(run):

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 # What lorarun uses only where it is needed, or (the last three) never.
 NOT_LOADED = ["triton", "bitsandbytes", "matplotlib", "gguf", "pyarrow", "transformers", "peft", "accelerate"]
@@ -25,6 +27,7 @@ def run(code: str, *arguments: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.timed
 def test_costs_at_most_half_a_second_beyond_torch() -> None:
     code = """
 import time, torch

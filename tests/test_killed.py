@@ -24,7 +24,6 @@ import lorarun
 from lorarun.gguf_read import open_gguf
 
 ROOT = Path(__file__).resolve().parent.parent
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 SCRIPT = """
 import os, shutil, signal, sys, threading

@@ -14,8 +14,6 @@ from toy import make
 
 import lorarun
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def served(hub: HubServer, tiny, tmp_path, name: str, repo: str, **properties) -> str:
     """A tiny checkpoint with a tokenizer as a repository; the commit it got."""

@@ -22,7 +22,6 @@ from lorarun.logprobs import logprobs
 from lorarun.tokenizer import Tokenizer
 
 Tiny = Callable[[str], Path]
-pytestmark = pytest.mark.usefixtures("one_thread")
 # As the logits in test_cache.py: fp32 sums of a few hundred products, in another order, over six layers.
 CLOSE: dict[str, Any] = dict(rtol=0.0, atol=1e-4)
 PAIRS = [(some_ids(n), some_ids(m, seed=1)) for n, m in ((5, 3), (1, 30), (17, 1), (40, 12), (2, 2))]

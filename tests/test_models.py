@@ -19,7 +19,6 @@ from lorarun.rotary import Rotary, frequencies
 REFERENCE = Path(__file__).parent / "reference"
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", checkpoints.NAMES)
 def test_logits_and_every_layer_equal_transformers(tiny, name):
     model = lorarun.load(tiny(name))
@@ -33,7 +32,6 @@ def test_logits_and_every_layer_equal_transformers(tiny, name):
     torch.testing.assert_close(loss, expected["loss"], rtol=0, atol=1e-5)
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3-text"])
 def test_bf16_is_as_close_to_exact_as_transformers_is(tiny, name):
     expected = load_file(tiny(name) / "reference.safetensors")

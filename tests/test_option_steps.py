@@ -15,8 +15,6 @@ from lorarun.lora import linears
 from lorarun.recompute import POLICIES
 from lorarun.trace import Tracer, peak
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 OPTIONS = {
     "dora": ("llama3", None, {"dora": True}),
     "dora on nf4": ("gemma2", 4, {"dora": True}),

@@ -33,7 +33,6 @@ from lorarun.train import loss
 
 FAMILIES = ["llama3", "llama-bias", "mistral-sliding", "qwen2", "qwen3", "gemma", "gemma2", "gemma3"]
 KINDS = {4: NF4Store, 8: FP8Store}
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def weight(rows=33, cols=65, seed=0):

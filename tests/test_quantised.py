@@ -18,7 +18,6 @@ from lorarun.checkpoint import open_checkpoint
 from lorarun.headers import INDEX
 from lorarun.quant.store import FP8Store, NF4Store, stores
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 FILE = packed.FILE
 Q = "model.layers.0.self_attn.q_proj.weight"
 

@@ -11,7 +11,6 @@ from lorarun.kernels.backend import reference
 from lorarun.sampling import Sampling
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_storage_counts_every_byte(tiny):
     model = lorarun.load(tiny("llama3"), dtype=torch.bfloat16)
     lorarun.add_lora(model, r=4)
@@ -24,7 +23,6 @@ def test_storage_counts_every_byte(tiny):
     assert "bfloat16" in facts["storage"]["projections"] and "float32" in facts["storage"]["adapters"]
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_the_state_of_each_adapter(tiny):
     model = lorarun.load(tiny("qwen3"))
     assert "base model" in str(lorarun.report(model))
@@ -46,7 +44,6 @@ def test_the_state_of_each_adapter(tiny):
     assert "r=4, scale=2" in text and "28 projections" in text
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_stores_and_what_was_left_dense_are_named(tiny):
     model = lorarun.load(tiny("llama3"), bits=4, skip=["layers.1.mlp.down_proj"])
     storage = lorarun.report(model).to_dict()["storage"]
@@ -54,7 +51,6 @@ def test_stores_and_what_was_left_dense_are_named(tiny):
     assert "model.layers.1.mlp.down_proj" in storage["projections left dense"]
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("name", "asked", "projections", "rest"),
     [
@@ -91,7 +87,6 @@ def test_operations_on_a_cpu_name_the_reason(tiny):
     assert facts["decoding"].endswith("attention: torch")
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_decoding_is_what_a_decoder_does(tiny, monkeypatch):
     """Where graphs are captured, what Python would do in a step is found and named, by report and decoder alike."""
     monkeypatch.setattr(decode, "capturable", lambda model: None)

@@ -21,7 +21,6 @@ from lorarun import loop, progress, resume, train
 
 SIDE = Path(side.__file__)
 load = functools.partial(lorarun.load, device="cpu")
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from lorarun.optim import Optimizer
 FAMILIES = ["llama3", "llama-tied", "mistral-sliding", "qwen2", "qwen3", "gemma", "gemma2", "gemma3-text"]
 load = functools.partial(lorarun.load, device="cpu")
 SEQ = 24
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def ragged(count=8, seed=0, low=3, high=SEQ):

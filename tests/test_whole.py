@@ -148,7 +148,7 @@ def test_what_train_all_refuses(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fit_trains_every_weight(
-    tiny: Tiny, tmp_path: Path, dtype: torch.dtype, capsys: pytest.CaptureFixture[str], one_thread: None
+    tiny: Tiny, tmp_path: Path, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What it saves is the live model; and a run that was stopped goes on from its checkpoint bit for bit."""
     base = toy.make(shutil.copytree(tiny("llama-tied"), tmp_path / "base"))

@@ -275,7 +275,7 @@ def triples(branches: Sequence[Branch]) -> tuple[list[Any], list[Any], list[int]
 
 def row_groups(rows: int, block: int, groups: int) -> tuple[int, int]:
     """(rows of a group, a multiple of ``block``; how many groups there are), about ``groups`` of them."""
-    size = triton.cdiv(max(SHORT, triton.cdiv(rows, groups)), block) * block
+    size = triton.cdiv(min(max(SHORT, triton.cdiv(rows, groups)), max(1, rows)), block) * block
     return size, max(1, triton.cdiv(rows, size))
 
 
