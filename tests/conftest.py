@@ -11,8 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import huggingface_hub
 import pytest
@@ -21,7 +19,7 @@ import torch
 import transformers
 from hub_server import HubServer
 
-from lorarun.kernels.backend import INTERPRETED, tl, triton
+from lorarun.kernels.backend import INTERPRETED
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
@@ -31,8 +29,6 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # tiny shapes are no faster on two, and many times slower on two busy cores
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    if INTERPRETED:
-        patch_once()
     config.addinivalue_line("markers", "gpu: needs an accelerator; deselected where there is none")
     config.addinivalue_line("markers", "timed: has a limit of processor time, which busy neighbours use up: runs alone")
     config.addinivalue_line("markers", "kernel: runs a Triton kernel, on an accelerator or under TRITON_INTERPRET=1")
@@ -51,23 +47,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if needless := [item for item in items if not runs(item)]:
         config.hook.pytest_deselected(items=needless)
         items[:] = [item for item in items if runs(item)]
-
-
-def patch_once() -> None:
-    """Let Triton's interpreter remap its language when a kernel starts, and not at each call of a function in it too.
-
-    There it looks through all members of `triton.language` again, which took a third of the time of kernel tests.
-    """
-    interpreter = triton.runtime.interpreter
-    remap = interpreter._patch_lang
-
-    def needed(function: Any) -> Any:
-        modules = [value for value in function.__globals__.values() if value is tl or value is tl.core]
-        if any(tl.core.is_builtin(module.load) for module in modules):
-            return remap(function)
-        return SimpleNamespace(restore=lambda: None)
-
-    interpreter._patch_lang = needed
 
 
 @pytest.fixture(scope="session")
