@@ -17,15 +17,15 @@ from __future__ import annotations
 import difflib
 import errno
 import glob
+import importlib
 import os
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import huggingface_hub
-import huggingface_hub.errors as errors
 
 from lorarun.headers import INDEX, SINGLE, abbreviate, is_plain_name, read_json
 
@@ -240,7 +240,7 @@ def _list_files(repo: str, revision: str | None, adapter: bool) -> tuple[list[st
         problem = _explain(error, repo, revision, adapter)
         if problem is None:
             raise
-        if isinstance(error, errors.RevisionNotFoundError):
+        if isinstance(error, _errors().RevisionNotFoundError):
             raise problem from None
         return None, problem
     return [sibling.rfilename for sibling in info.siblings or ()], None
@@ -299,9 +299,14 @@ def _not_cached(repo: str, revision: str | None, missing: list[str]) -> Exceptio
     )
 
 
+def _errors() -> Any:
+    """huggingface_hub's exceptions, which bring an HTTP client with them: a quarter of what importing lorarun cost."""
+    return importlib.import_module("huggingface_hub.errors")
+
+
 def _explain(error: Exception, repo: str, revision: str | None, adapter: bool = False) -> Exception | None:
     """huggingface_hub's exception as one sentence that says what to do; None for what is not about the hub."""
-    page = f"https://huggingface.co/{repo}"
+    errors, page = _errors(), f"https://huggingface.co/{repo}"
     who = "the token in use has no access" if huggingface_hub.get_token() else "no token was given"
     login = "log in with `hf auth login` or set HF_TOKEN"
     status = getattr(getattr(error, "response", None), "status_code", None)
