@@ -67,6 +67,7 @@ def without_place(model: Model, name: str) -> str | None:
     )
 
 
+@torch.no_grad()
 def merge(model: Model) -> None:
     """Fold the active adapter into the weights: W ← W + scale · B·A, added in fp32 and rounded once, and with DoRA
     scaled row by row; biases likewise.
@@ -91,23 +92,24 @@ def merge(model: Model) -> None:
     merge_trained(model, model.active)
     for _, linear in linears(model):
         if linear.active is not None and linear.merged is None:
-            weight, bias = linear.weight.data, None if linear.bias is None else linear.bias.data
-            linear.merged = (linear.active, weight.to("cpu", copy=True))
-            linear.bias_before = None if bias is None else bias.to("cpu", copy=True)
-            weight.copy_(merged_weight(weight, linear, linear.active))
-            if bias is not None and (anew := merged_bias(bias, linear, linear.active)) is not None:
+            weight, bias = linear.weight, linear.bias
+            linear.merged = (linear.active, weight.detach().to("cpu", copy=True))
+            linear.bias_before = None if bias is None else bias.detach().to("cpu", copy=True)
+            weight.copy_(merged_weight(weight.detach(), linear, linear.active))
+            if bias is not None and (anew := merged_bias(bias.detach(), linear, linear.active)) is not None:
                 bias.copy_(anew)
     if tied and model.adapters[model.active].tied:
         model.lm_head.weight = model.model.embed_tokens.weight  # the same values
 
 
+@torch.no_grad()
 def unmerge(model: Model) -> None:
     """Undo :func:`merge`, to the bit.  Does nothing to a model that is not merged."""
     for _, linear in linears(model):
         if linear.merged is not None:
-            linear.weight.data.copy_(linear.merged[1])
+            linear.weight.copy_(linear.merged[1])
             if linear.bias is not None and linear.bias_before is not None:
-                linear.bias.data.copy_(linear.bias_before)
+                linear.bias.copy_(linear.bias_before)
             linear.merged = linear.bias_before = None
     unmerge_trained(model)
 

@@ -97,6 +97,7 @@ class Frozen:
     def __init__(self, linears: Sequence[Linear]) -> None:
         self.linears = linears
         self.weights = [linear.weight for linear in linears]
+        self.versions = self._versions()
         self.biases = biases_beside(linears)
         self.sizes = [linear.out_features for linear in linears]
         self.stored = any(isinstance(weight, Store) for weight in self.weights)
@@ -104,6 +105,10 @@ class Frozen:
         alike = all(linear.scaled is scaled and linear.merged is None for linear in linears)
         covered = scaled is not None and len(scaled.forward.codes) == sum(self.sizes)
         self.scaled = scaled if alike and covered else None
+
+    def _versions(self) -> list[int]:
+        """Of dense weights, which autograd would look after if it had them."""
+        return [weight._version for weight in self.weights if not isinstance(weight, Store)]
 
     def whole(self, dtype: torch.dtype) -> Tensor | None:
         """Stored weights dequantised [Σ sizes, in], for several products in a row; None for dense ones."""
@@ -151,6 +156,11 @@ class Frozen:
 
     def mm_t(self, dy: Tensor, dx: Tensor | None = None, whole: Tensor | None = None) -> Tensor:
         """dy [rows, Σ sizes] → the gradient of x, [rows, in]; added to ``dx`` in place where it is given."""
+        if self._versions() != self.versions:
+            raise RuntimeError(
+                "backward: a weight has changed since the loss was computed (merge and unmerge do that); compute the "
+                "loss again, or call backward before the change."
+            )
         if self.scaled is not None:
             product = scaled_mm(quantize_rows(dy), self.scaled.backward, dy.dtype)
             return product if dx is None else dx.add_(product)

@@ -368,24 +368,26 @@ def touches_tables(model: Model, name: str | None) -> bool:
     return any(changes(model.get_submodule(path), name) for path in TABLES) or model.lm_head.active == name
 
 
+@torch.no_grad()
 def merge_trained(model: Model, name: str) -> None:
     """Put an adapter's copies, rows and embedding update into the weights; those before are kept in host memory."""
     for _, module in weighted(model):
         if module.merged is None and changes(module, name):
-            weight, copy = module.weight.data, module.copy_of(name)
-            value = with_adapter(weight, module, name)
-            module.merged = (name, weight.to("cpu", copy=True))
+            weight, copy = module.weight, module.copy_of(name)
+            value = with_adapter(weight.detach(), module, name)
+            module.merged = (name, weight.detach().to("cpu", copy=True))
             weight.copy_(value)
             if copy is not None and copy.bias is not None:
                 module.bias_before = bias_in(module).to("cpu", copy=True)
                 bias_in(module).copy_(copy.bias)
 
 
+@torch.no_grad()
 def unmerge_trained(model: Model) -> None:
     """Undo :func:`merge_trained` and :func:`untie`, to the bit."""
     for _, module in weighted(model):
         if module.merged is not None and changes(module, module.merged[0]):
-            module.weight.data.copy_(module.merged[1])
+            module.weight.copy_(module.merged[1])
             module.merged = None
             if module.bias_before is not None:
                 bias_in(module).copy_(module.bias_before)

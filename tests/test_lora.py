@@ -323,6 +323,15 @@ def test_dropout_in_the_backward_pass_is_that_of_the_forward(tiny: Tiny) -> None
 # --- merging in memory ---------------------------------------------------------------------------------------------
 
 
+def test_merging_between_a_loss_and_its_backward_is_an_error(tiny: Tiny) -> None:
+    """Gradients through the weights that the loss has not seen would be wrong, with nothing to show it."""
+    model = add_lora(load(tiny("llama3"), dtype=torch.float32))
+    loss = model.hidden_states(torch.arange(12)[None] % 7 + 3).sum()
+    merge(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation|has changed since the loss"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merge_and_unmerge(dtype: torch.dtype, tiny: Tiny) -> None:
     model = add_lora(load(tiny("qwen2"), dtype=dtype), r=8, alpha=16, seed=0).eval()

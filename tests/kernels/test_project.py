@@ -283,3 +283,14 @@ def test_kept_copies_give_the_same_bits(device):
         results.append([y, *torch.autograd.grad(y.square().sum(), [x, *linears[0].factors("default")])])
         assert (linears[0].weight.dense is not None) == kept and linears[1].weight.dense is None
     assert all(map(torch.equal, results[0], results[1])) and all(map(torch.equal, results[0], results[2]))
+
+
+@pytest.mark.kernel
+def test_a_weight_that_changes_before_the_backward_is_an_error(device):
+    torch.manual_seed(0)
+    one = linear(device, torch.float32, 32, 16, rank=4)
+    (y,) = project(torch.randn(1, 3, 32, device=device, requires_grad=True), one)
+    with torch.no_grad():
+        one.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="has changed since the loss was computed"):
+        y.sum().backward()
