@@ -114,14 +114,15 @@ def _permutations(times: str = "") -> str:
     A selector picks four bytes out of eight by three bits each, so that the halves of the table are asked both, and
     bit 3 of a code, spread over a byte, says which to take.  Of two codes in a byte the high one comes first.
     """
-    lines = ["{.reg .b32 s, f, m, a, b, h, l, t;", "and.b32 s, $8, 0x77777777;", "shl.b32 f, $8, 4;"]
+    lines = ["{.reg .b32 s, f, m, a, b, h, l, t, z; mov.b32 z, 0x80008000;"]  # z: a pair of -0
+    lines.append("and.b32 s, $8, 0x77777777; shl.b32 f, $8, 4;")
     for half, spread in ((0, "0xD9C8"), (4, "0xFBEA")):
         lines += ["shr.u32 s, s, 16;"] * (half > 0) + [f"prmt.b32 m, f, $8, {spread};"]
         for plane, first in (("h", 9), ("l", 13)):
             lines.append(f"prmt.b32 a, ${first}, ${first + 1}, s; prmt.b32 b, ${first + 2}, ${first + 3}, s;")
             lines.append(f"lop3.b32 {plane}, a, b, m, 0xD8;")  # b where m, else a
         for i, pair in ((half, "0x4051"), (half + 2, "0x6273")):
-            scaled = f"mul.rn.{times} t, t, $17; " if times else ""
+            scaled = f"fma.rn.{times} t, t, $17, z; " if times else ""  # GPUs before Hopper have no mul.bf16x2
             lines.append(f"prmt.b32 t, l, h, {pair}; {scaled}mov.b32 {{${i}, ${i + 1}}}, t;")
     return " ".join([*lines, "}"])
 
@@ -132,11 +133,11 @@ def _shifts(places: int, mask: int, factor: int, times: str, scaled: bool) -> st
     Sign, exponent and fraction are put where they belong; ``factor``, a power of two, makes up for the other bias of
     the exponent.  Its two codes for NaN come out as ±480.
     """
-    lines = [f"{{.reg .b32 t, s, k; mov.b32 k, {factor};"]
+    lines = [f"{{.reg .b32 t, s, k, z; mov.b32 k, {factor}; mov.b32 z, 0x80008000;"]
     for i, pair in ((0, "0x1404"), (2, "0x3424")):
         lines.append(f"prmt.b32 t, $4, 0, {pair}; shr.u32 s, t, {places}; and.b32 s, s, {mask};")
-        lines.append(f"lop3.b32 t, t, 0x80008000, s, 0xEA; mul.rn.{times} t, t, k;")
-        lines.append(f"mul.rn.{times} t, t, $5;" * scaled + f"mov.b32 {{${i}, ${i + 1}}}, t;")
+        lines.append(f"lop3.b32 t, t, z, s, 0xEA; fma.rn.{times} t, t, k, z;")
+        lines.append(f"fma.rn.{times} t, t, $5, z;" * scaled + f"mov.b32 {{${i}, ${i + 1}}}, t;")
     return " ".join([*lines, "}"])
 
 
