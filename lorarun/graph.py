@@ -81,8 +81,8 @@ def look(model: Model) -> Look:
         module = stack.pop()
         kind = type(module)
         own: dict[str, Any] = module.__dict__
-        hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-        if "forward" in own or any(own[each] for each in hooks):
+        hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+        if hooked or "forward" in own:
             obstacle = f"a {kind.__name__} has hooks or another forward"
         elif kind.__module__[:7] not in ("lorarun", "torch.n"):
             obstacle = f"a {kind.__name__} is none of lorarun's modules"
@@ -118,14 +118,20 @@ def _look_below(own: dict[str, Any], structure: list[Any], state: list[Any], lea
     if not own["adapters"]:
         return False
     for kind in PARTS:
-        for factor in children[kind].__dict__["_modules"].values() if kind in children else ():
-            held = factor.__dict__["_parameters"]
-            structure += (t.data_ptr() for t in factor.__dict__["_buffers"].values() if t is not None)
-            for name in [name for name, parameter in held.items() if parameter is not None]:
-                structure.append(held[name].data_ptr())
-                if held[name].requires_grad:
-                    learning.append((held, name))
-                    state.append(len(structure))
+        if kind not in children:
+            continue
+        for factor in children[kind].__dict__["_modules"].values():
+            inner = factor.__dict__
+            for buffer in inner["_buffers"].values():
+                if buffer is not None:
+                    structure.append(buffer.data_ptr())
+            held = inner["_parameters"]
+            for name, parameter in held.items():
+                if parameter is not None:
+                    structure.append(parameter.data_ptr())
+                    if parameter.requires_grad:
+                        learning.append((held, name))
+                        state.append(len(structure))
     adapter, on = own["adapters"].get(own["active"]), own["merged"] is None
     state.append((own["active"], own["training"], on))
     state.append(None if adapter is None else (adapter.scale, adapter.dropout, adapter.stream))
