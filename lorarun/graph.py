@@ -81,7 +81,9 @@ def look(model: Model) -> Look:
         module = stack.pop()
         kind = type(module)
         own: dict[str, Any] = module.__dict__
-        hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+        hooked = (
+            own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+        )
         if hooked or "forward" in own:
             obstacle = f"a {kind.__name__} has hooks or another forward"
         elif kind.__module__[:7] not in ("lorarun", "torch.n"):

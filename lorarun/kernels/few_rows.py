@@ -142,7 +142,8 @@ def _ahead(p_w, p_scale, p_nested, p_map, offset, first, at, blocks, bn,
     if not EVEN:
         o_b = tl.minimum(o_b, blocks - 1)
     b_a, b_b = get_two(p_w + o_b[:, None, None] * 8)
-    o_s = first + (at + tl.arange(0, W) * 4)[:, None]
+    o_r = at + tl.arange(0, W) * 4
+    o_s = first + (o_r if EVEN else tl.minimum(o_r, blocks - 4))[:, None]  # where RUNS, blocks are a multiple of 4
     if RUNS and not DOUBLE:
         b_s = tl.reshape(tl.permute(tl.reshape(get_four(p_scale + o_s), [W, N, 4]), (2, 0, 1)), [4 * W, N])
         b_n = b_s
