@@ -106,6 +106,12 @@ def test_many_rows(device: Any, rows: int) -> None:
     check(device, rows, 128, [32], "nf4", [8], residual=True)
 
 
+@pytest.mark.parametrize("kind", ["nf4", "nf4-single"])
+def test_scales_of_the_last_round(device: Any, kind: str) -> None:
+    """Four at a time, where the last rounds have blocks for some warps alone: none is read past the last row."""
+    check(device, 3, 64 * 36, [20], kind, [0])
+
+
 @pytest.mark.parametrize("kind", ["nf4", "nf4-single", "fp8"])
 def test_columns_are_divided_where_there_are_few_tiles(device: Any, kind: str) -> None:
     check(device, 33, 64 * 36, [20], kind, [8], residual=True)
