@@ -56,6 +56,7 @@ class Cache:
     ``adapters`` are for whoever fills the cache to note what each row holds, and which adapter made it.
     """
 
+    @torch.inference_mode(False)  # a cache may outlive the mode that it is made in
     def __init__(
         self, model: Model, batch: int, capacity: int, dtype: str | None = None, first: int | None = None
     ) -> None:
@@ -252,6 +253,7 @@ class Cache:
         if wanted > self.room:
             self._grow(min(self.capacity, max(wanted, 2 * self.room)))
 
+    @torch.inference_mode(False)
     def _grow(self, room: int) -> None:
         """Have room for so many tokens a row.  A ring that grows has not gone round: its tokens stay in their slots."""
         for layer, window in enumerate(self.windows):

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lorarun.kernels.backend import autocast, runs_triton
+from lorarun.kernels.backend import autocast, runs_triton, version
 from lorarun.kernels.dropout import Dropout
 from lorarun.kernels.gated import adapted_backward, adapted_forward, gated
 from lorarun.kernels.lora import Branch, lora_down, lora_grad, lora_input_grad, lora_up_, serves
@@ -106,9 +106,9 @@ class Frozen:
         covered = scaled is not None and len(scaled.forward.codes) == sum(self.sizes)
         self.scaled = scaled if alike and covered else None
 
-    def _versions(self) -> list[int]:
+    def _versions(self) -> list[object]:
         """Of dense weights, which autograd would look after if it had them."""
-        return [weight._version for weight in self.weights if not isinstance(weight, Store)]
+        return [version(weight) for weight in self.weights if not isinstance(weight, Store)]
 
     def whole(self, dtype: torch.dtype) -> Tensor | None:
         """Stored weights dequantised [Σ sizes, in], for several products in a row; None for dense ones."""
