@@ -481,8 +481,11 @@ def serves(x: Tensor, weights: Sequence[Stored], biases: Sequence[Tensor | None]
     aligned = all(weight.part.codes.data_ptr() % 16 == 0 for weight in weights) and x.stride(1) == 1
     factors = [t for branch in branches for t in branch[1:3] if t is not None]
     adapters = len({t.dtype for t in factors}) <= 1 and all(t.is_contiguous() for t in factors)
+    held = [t for weight in weights for t in weight.part if isinstance(t, Tensor)]
+    whole = all(t.is_contiguous() for t in (*held, *biases) if t is not None)
+    wide = {x.shape[1]} == {weight.cols for weight in weights}  # if not, the reference says so
     width = slot(branches) <= MAX_WIDTH
-    return shapes and aligned and adapters and width and len({bias is None for bias in biases}) == 1
+    return shapes and aligned and whole and wide and adapters and width and len({bias is None for bias in biases}) == 1
 
 
 def _launch(
@@ -496,6 +499,8 @@ def _launch(
         block_n //= 2  # of each of the two weights
     if x.data_ptr() % 16 or x.stride(0) % 8:
         x = x.clone(memory_format=torch.contiguous_format)
+    if residual is not None and residual.stride(1) != 1:
+        residual = residual.contiguous()
     values, words = _constants(x.device, x.dtype)
     wide = weights[0].rows if act is not None else sum(weight.rows for weight in weights)
     y = torch.empty((rows, wide), dtype=x.dtype, device=x.device)
@@ -532,8 +537,9 @@ def _launch(
         arguments += [*held, size, biases[j], factors[i].b, ranks[i], padded[i].scale]
     bm, bn = first.part.block if isinstance(first.part, FP8) else (1, 32)
     double = isinstance(first.part, NF4) and first.part.offset is not None
-    lined = blocks % 4 == 0 and all(w.part[1].data_ptr() % (4 if double else 16) == 0 for w in weights)
-    runs = nf4 and first.block == 64 and lined
+    even = blocks % (4 * warps if m <= ALONE else 4) == 0  # else words would be read behind the last row's scales
+    lined = all(w.part[1].data_ptr() % (4 if double else 16) == 0 for w in weights)
+    runs = nf4 and first.block == 64 and even and lined
     tiles = triton.cdiv(wide, block_n) if act is not None else sum(triton.cdiv(w.rows, block_n) for w in weights)
     splits = 1 if m <= ALONE else max(1, min(FULL // tiles, rounds // 4))
     n = block_n if act is None else 2 * block_n
@@ -546,7 +552,7 @@ def _launch(
             FORMAT="NF4" if nf4 else "FP8", GROUP=first.block // 64 if nf4 else 1, DOUBLE=double, RUNS=runs,
             BIAS=biases[0] is not None, WIDTH=width, ALL=every, RESIDUAL=residual is not None, ACT=act,
             PRECISION=precision, ALONE=m <= ALONE, M=m, BLOCK_N=block_n, W=warps,
-            EVEN=blocks % (4 * warps if m <= ALONE else 4) == 0, STAGES=stages, SPLITS=splits, END=end,
+            EVEN=even, STAGES=stages, SPLITS=splits, END=end,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return y

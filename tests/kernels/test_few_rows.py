@@ -7,6 +7,8 @@ and 1e-4 in fp32.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -160,6 +162,52 @@ def test_the_same_launch_again_and_again(device: Any, kind: str) -> None:
             others += (few_rows(x[:rows], weights, [None] * 2, branches, None, "silu") != first[:rows]).sum()
     torch.cuda.synchronize()
     assert int(wrong) == int(others) == 0
+
+
+GUARDED = """
+import ctypes, mmap, torch
+from lorarun.kernels.few_rows import Stored, few_rows
+from lorarun.kernels.lora import Branch
+from lorarun.kernels.nf4 import NF4, nf4_quantize
+
+libc = ctypes.CDLL(None)
+pages = []
+
+def guarded(t):
+    if t is None:
+        return None
+    assert t.nbytes <= mmap.PAGESIZE
+    pages.append(mmap.mmap(-1, 2 * mmap.PAGESIZE))
+    behind = ctypes.addressof(ctypes.c_char.from_buffer(pages[-1])) + mmap.PAGESIZE
+    assert libc.mprotect(ctypes.c_void_p(behind), mmap.PAGESIZE, 0) == 0
+    page = torch.frombuffer(pages[-1], dtype=torch.uint8)[mmap.PAGESIZE - t.nbytes : mmap.PAGESIZE]
+    return page.view(t.dtype).copy_(t)
+
+for nested in (True, False):
+    part = nf4_quantize(torch.randn(64, 256), 64, nested)
+    part = NF4(part.codes, *map(guarded, part[1:]))
+    few_rows(torch.randn(1, 256), [Stored(part, 64, 256)], [None], [Branch(64)])
+"""
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="pages of the host")
+def test_nothing_is_read_behind_the_scales() -> None:
+    """They end where a page ends, and the next one cannot be read; columns fill no round of the loop."""
+    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_views_with_gaps(device: Any) -> None:
+    """A residual, a bias and scales that do not lie number beside number; an x of another width is an error."""
+    x, weight = torch.randn(3, 128, device=device), stored(16, 128, device, "fp8")
+    bias, rest = torch.randn(16, 2, device=device)[:, 0], torch.randn(16, 3, device=device).T
+    part = weight.part._replace(scale=torch.stack([weight.part.scale] * 2, 1)[:, 0])
+    for one, beside in ((weight, None), (weight, bias), (weight._replace(part=part), None)):
+        expected = exact(x, [one], [beside], [Branch(16)], rest, None)
+        found = few_rows(x, [one], [beside], [Branch(16)], rest)
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
+    with pytest.raises(RuntimeError, match="shapes"):
+        few_rows(x[:, :64].contiguous(), [weight], [None], [Branch(16)])
 
 
 def test_what_others_serve(device: Any) -> None:
