@@ -20,6 +20,7 @@ Given up: tokens cannot be taken back from a ring that has gone round (:meth:`Ca
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -63,6 +64,7 @@ class Cache:
         if dtype not in (None, "fp8"):
             raise ValueError(f"The dtype of a cache is {dtype!r}; expected 'fp8', or None for the model's own.")
         config = model.config
+        self._made_for = weakref.ref(model), model.device, model.dtype
         self.batch, self.capacity, self.room = batch, capacity, capacity if first is None else min(first, capacity)
         self.windows: list[int | None] = list(config.windows)
         self.lengths, self._longest = [0] * batch, 1
@@ -79,6 +81,11 @@ class Cache:
         for window in self.windows:
             shape = (batch, min(self.room, window or self.room), config.num_key_value_heads, config.head_dim)
             self._layers.append((_empty(model, shape, dtype), _empty(model, shape, dtype)))
+
+    def belongs_to(self, model: Model) -> bool:
+        """Whether this was made for ``model``, as it stands now: neither cast nor moved since."""
+        made_for, device, dtype = self._made_for
+        return made_for() is model and (device, dtype) == (model.device, model.dtype)
 
     @property
     def buffers(self) -> list[Tensor]:

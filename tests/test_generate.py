@@ -339,6 +339,16 @@ def test_a_kept_cache_goes_on(tiny: Tiny, name: str, kept: str | None) -> None:
         generate(model, other, max_new_tokens=100, cache=cache)
 
 
+def test_a_kept_cache_belongs_to_a_model(tiny: Tiny) -> None:
+    """One of the same shape, without adapters either; and one that has been cast since."""
+    model, other = build.__wrapped__(tiny("llama3")), build.__wrapped__(tiny("llama3"))
+    cache = Cache(model, 1, 40)
+    generate(model, some_ids(12), max_new_tokens=3, stop=[], cache=cache)
+    for wrong in (other, model.to(torch.bfloat16)):
+        with pytest.raises(ValueError, match="made for another model, or before this one was cast or moved"):
+            generate(wrong, some_ids(12), max_new_tokens=3, stop=[], cache=cache)
+
+
 def test_kept_rows_end_at_different_steps(tiny: Tiny) -> None:
     model, prompts = build(tiny("llama3")), [some_ids(4), some_ids(9)]
     greedy = generate(model, prompts[0], max_new_tokens=9, stop=[])
