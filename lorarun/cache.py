@@ -20,6 +20,7 @@ Given up: tokens cannot be taken back from a ring that has gone round (:meth:`Ca
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -56,12 +57,14 @@ class Cache:
     ``adapters`` are for whoever fills the cache to note what each row holds, and which adapter made it.
     """
 
+    @torch.inference_mode(False)  # a cache may outlive the mode that it is made in
     def __init__(
         self, model: Model, batch: int, capacity: int, dtype: str | None = None, first: int | None = None
     ) -> None:
         if dtype not in (None, "fp8"):
             raise ValueError(f"The dtype of a cache is {dtype!r}; expected 'fp8', or None for the model's own.")
         config = model.config
+        self._made_for = weakref.ref(model), model.device, model.dtype
         self.batch, self.capacity, self.room = batch, capacity, capacity if first is None else min(first, capacity)
         self.windows: list[int | None] = list(config.windows)
         self.lengths, self._longest = [0] * batch, 1
@@ -78,6 +81,11 @@ class Cache:
         for window in self.windows:
             shape = (batch, min(self.room, window or self.room), config.num_key_value_heads, config.head_dim)
             self._layers.append((_empty(model, shape, dtype), _empty(model, shape, dtype)))
+
+    def belongs_to(self, model: Model) -> bool:
+        """Whether this was made for ``model``, as it stands now: neither cast nor moved since."""
+        made_for, device, dtype = self._made_for
+        return made_for() is model and (device, dtype) == (model.device, model.dtype)
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -252,6 +260,7 @@ class Cache:
         if wanted > self.room:
             self._grow(min(self.capacity, max(wanted, 2 * self.room)))
 
+    @torch.inference_mode(False)
     def _grow(self, room: int) -> None:
         """Have room for so many tokens a row.  A ring that grows has not gone round: its tokens stay in their slots."""
         for layer, window in enumerate(self.windows):

@@ -252,15 +252,24 @@ def _graph(run: Callable[[], None]) -> Callable[[], None]:
 
 @contextmanager
 def aside(model: Model) -> Iterator[None]:
-    """Eval mode without gradients; every module's own mode is put back at the end, whatever happens."""
+    """Eval mode without gradients and without rows' own adapters; what was is put back at the end, whatever happens.
+
+    A callback that streams may generate as well: then all of this is on already.
+    """
     modes = [(module, module.training) for module in model.modules()]
+    carriers = [linear for _, linear in linears(model)]
+    mixed = [linear.mixed for linear in carriers]
     try:
         model.eval()
-        with torch.no_grad(), held([linear.norms for _, linear in linears(model)]):
+        for linear in carriers:
+            linear.mixed = None
+        with torch.no_grad(), held([linear.norms for linear in carriers]):
             yield
     finally:
         for module, training in modes:
             module.training = training
+        for linear, before in zip(carriers, mixed, strict=True):
+            linear.mixed = before
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lorarun.kernels.backend import version
 from lorarun.kernels.row_norms import row_norms, row_squares
 from lorarun.quant.store import Store, dequantize
 
@@ -47,7 +48,7 @@ class Norms:
         if torch.compiler.is_compiling():
             return row_squares(dense)
         held = weight.codes if isinstance(weight, Store) else weight
-        of = held.data_ptr(), held._version, str(held.device)
+        of = held.data_ptr(), version(held), str(held.device)
         if self.known is None or self.known[0] != of:
             self.known = of, row_squares(dense)
         return self.known[1]

@@ -140,6 +140,10 @@ def _decode(
         own = Cache(model, len(rows), capacity(model, rows, max_new_tokens), cache_dtype)
         Decoder(model, rows, own, max_new_tokens, sampling, logprobs, mixed).run(stops)
         return
+    if not cache.belongs_to(model):
+        raise ValueError(
+            "generate: the cache was made for another model, or before this one was cast or moved; make another cache."
+        )
     if cache.batch != len(rows):
         raise ValueError(f"generate: the cache has {cache.batch} rows, and there are {len(rows)} answers to decode.")
     if (wanted := capacity(model, rows, max_new_tokens)) > cache.capacity:

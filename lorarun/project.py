@@ -107,8 +107,9 @@ class Frozen:
         self.scaled = scaled if alike and covered else None
 
     def _versions(self) -> list[int]:
-        """Of dense weights, which autograd would look after if it had them."""
-        return [weight._version for weight in self.weights if not isinstance(weight, Store)]
+        """Of dense weights, which autograd would look after if it had them; those made under torch.inference_mode have
+        none."""
+        return [w._version for w in self.weights if not isinstance(w, Store) and not w.is_inference()]
 
     def whole(self, dtype: torch.dtype) -> Tensor | None:
         """Stored weights dequantised [Σ sizes, in], for several products in a row; None for dense ones."""

@@ -365,6 +365,22 @@ def test_any_cut_in_fp8_is_the_same(tiny: Tiny, name: str) -> None:
         assert (cut - whole).norm() < 0.1 * (whole - model(ids)).norm()
 
 
+@pytest.mark.parametrize("kept", [None, "fp8"])
+def test_a_cache_outlives_inference_mode(tiny: Tiny, kept: str | None) -> None:
+    """Made and grown there, filled there and outside."""
+    model, ids = build(tiny("gemma3-text")), some_ids(1, 22)
+    expected = in_chunks(model, ids, [9, 3], cache=Cache(model, 1, 30, kept))
+    with torch.inference_mode():
+        cache = Cache(model, 1, 30, kept, first=4)
+        model(ids[:, :9], cache=cache)
+    torch.testing.assert_close(model(ids[:, 9:12], cache=cache), expected[:, 9:12], **CLOSE)
+    with torch.inference_mode():
+        model(ids[:, 12:20], cache=cache)
+    torch.testing.assert_close(
+        model(ids[:, 20:21], cache=cache), expected[:, 20:21], rtol=0.0, atol=1e-4 if kept is None else 0.1
+    )
+
+
 def test_what_a_cache_refuses(tiny: Tiny) -> None:
     model, ids = build(tiny("llama3")), some_ids(2, 6)
     with pytest.raises(ValueError, match="The dtype of a cache is 'int8'; expected 'fp8', or None"):

@@ -30,6 +30,7 @@ from lorarun.answer import Text
 from lorarun.cache import Cache
 from lorarun.generate import generate
 from lorarun.load import load
+from lorarun.logprobs import logprobs
 from lorarun.lora import adapters_disabled, add_lora, use_adapter
 from lorarun.nn import Embedding, Model
 from lorarun.rotary import Rotary
@@ -336,6 +337,16 @@ def test_a_kept_cache_goes_on(tiny: Tiny, name: str, kept: str | None) -> None:
         generate(model, [other, other], cache=cache)
     with pytest.raises(ValueError, match="holds 90 tokens a row; prompt and answer take 128"):
         generate(model, other, max_new_tokens=100, cache=cache)
+
+
+def test_a_kept_cache_belongs_to_a_model(tiny: Tiny) -> None:
+    """One of the same shape, without adapters either; and one that has been cast since."""
+    model, other = build.__wrapped__(tiny("llama3")), build.__wrapped__(tiny("llama3"))
+    cache = Cache(model, 1, 40)
+    generate(model, some_ids(12), max_new_tokens=3, stop=[], cache=cache)
+    for wrong in (other, model.to(torch.bfloat16)):
+        with pytest.raises(ValueError, match="made for another model, or before this one was cast or moved"):
+            generate(wrong, some_ids(12), max_new_tokens=3, stop=[], cache=cache)
 
 
 def test_kept_rows_end_at_different_steps(tiny: Tiny) -> None:
@@ -941,6 +952,40 @@ def test_generating_in_the_middle_of_training_leaves_no_trace(tiny: Tiny) -> Non
     model.eval()
     assert generate(model, prompts, max_new_tokens=6, stop=[]) == during  # dropout was off
     assert generate(model, prompts, max_new_tokens=6, stop=[], temperature=1.0, seed=3) == sampled
+
+
+def test_a_callback_generates_as_well(tiny: Tiny, tokenizer: Tokenizer) -> None:
+    """With another adapter than the answer that is streamed, and neither notices."""
+    model = trained(tiny)
+    model.tokenizer = tokenizer
+    add_lora(model, r=4, name="other", seed=1)
+    how: dict[str, Any] = dict(max_new_tokens=40, temperature=1.0, seed=1, stop=[])
+    expected = generate(model, "the fox", adapters=["default"], **how)
+    before, prompt = state(model), some_ids(8)
+    alone = generate(model, prompt, **how)
+    likely = logprobs(model, [(prompt, alone)])[0]
+    assert alone != generate(model, [prompt], adapters=["default"], **how)[0]
+    inside: list[Any] = []
+
+    def asks(_: str) -> None:
+        if not inside:
+            inside.extend([generate(model, prompt, **how), logprobs(model, [(prompt, alone)])[0]])
+            inside.extend(generate(model, [prompt], adapters=["other"], **how))
+
+    assert generate(model, "the fox", adapters=["default"], stream=asks, **how) == expected
+    assert inside[0] == inside[2] == alone and torch.equal(inside[1], likely)
+    assert same(state(model), before)
+
+
+def test_a_model_that_was_loaded_in_inference_mode(tiny: Tiny) -> None:
+    """Its tensors keep no count of what is written into them."""
+    answers = []
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            model = load(tiny("llama3"), device="cpu")
+            add_lora(model, r=4, seed=0, dora=True)
+            answers.append(generate(model, some_ids(5), max_new_tokens=5, stop=[]))
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])

@@ -162,6 +162,12 @@ def autocast(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
+def version(x: torch.Tensor) -> object:
+    """Equal for as long as nothing was written into ``x``.  Tensors that were made under torch.inference_mode keep no
+    count of that, so for them it never is."""
+    return object() if x.is_inference() else x._version
+
+
 def _is_current(device: torch.device) -> bool:
     return device.index == torch.accelerator.current_device_index()
 

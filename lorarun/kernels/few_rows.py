@@ -482,8 +482,11 @@ def serves(x: Tensor, weights: Sequence[Stored], biases: Sequence[Tensor | None]
     aligned = all(weight.part.codes.data_ptr() % 16 == 0 for weight in weights) and x.stride(1) == 1
     factors = [t for branch in branches for t in branch[1:3] if t is not None]
     adapters = len({t.dtype for t in factors}) <= 1 and all(t.is_contiguous() for t in factors)
+    held = [t for weight in weights for t in weight.part if isinstance(t, Tensor)]
+    whole = all(t.is_contiguous() for t in (*held, *biases) if t is not None)
+    wide = {x.shape[1]} == {weight.cols for weight in weights}  # if not, the reference says so
     width = slot(branches) <= MAX_WIDTH
-    return shapes and aligned and adapters and width and len({bias is None for bias in biases}) == 1
+    return shapes and aligned and whole and wide and adapters and width and len({bias is None for bias in biases}) == 1
 
 
 def _launch(
@@ -501,6 +504,8 @@ def _launch(
         warps = 2  # so many tiles keep a GPU busy by themselves
     if x.data_ptr() % 16 or x.stride(0) % 8:
         x = x.clone(memory_format=torch.contiguous_format)
+    if residual is not None and residual.stride(1) != 1:
+        residual = residual.contiguous()
     values, words = _constants(x.device, x.dtype)
     y = torch.empty((rows, wide), dtype=x.dtype, device=x.device)
     first = weights[0]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lorarun.kernels.backend import version
 from lorarun.kernels.fp8 import FP8, fp8_dequantize, fp8_quantize, fp8_quantize_blocks
 from lorarun.kernels.nf4 import NESTED, NF4, check_block, nf4_dequantize, nf4_quantize
 
@@ -239,7 +240,7 @@ def dense_side_by_side(weights: Sequence[Tensor | Store], dtype: torch.dtype) ->
     if not isinstance(first, Store) or not all(isinstance(weight, Store) and weight.kept for weight in weights):
         return dequantize_side_by_side(weights, dtype)
     parts = [part for weight in weights if isinstance(weight, Store) for part in weight.parameters()]
-    made_from = (dtype, *((part.data_ptr(), part._version) for part in parts))
+    made_from = (dtype, *((part.data_ptr(), version(part)) for part in parts))
     if first.dense is None or first.dense[0] != made_from:
         first.dense = None  # frees it first
         first.dense = (made_from, dequantize_side_by_side(weights, dtype))

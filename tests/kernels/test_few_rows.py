@@ -168,6 +168,19 @@ def test_the_same_launch_again_and_again(device: Any, kind: str) -> None:
     assert int(wrong) == int(others) == 0
 
 
+def test_views_with_gaps(device: Any) -> None:
+    """A residual, a bias and scales that do not lie number beside number; an x of another width is an error."""
+    x, weight = torch.randn(3, 128, device=device), stored(16, 128, device, "fp8")
+    bias, rest = torch.randn(16, 2, device=device)[:, 0], torch.randn(16, 3, device=device).T
+    part = weight.part._replace(scale=torch.stack([weight.part.scale] * 2, 1)[:, 0])
+    for one, beside in ((weight, None), (weight, bias), (weight._replace(part=part), None)):
+        expected = exact(x, [one], [beside], [Branch(16)], rest, None)
+        found = few_rows(x, [one], [beside], [Branch(16)], rest)
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-4)
+    with pytest.raises(RuntimeError, match="shapes"):
+        few_rows(x[:, :64].contiguous(), [weight], [None], [Branch(16)])
+
+
 def test_what_others_serve(device: Any) -> None:
     """Rows that are no whole number of blocks, more rows, other dtypes: the reference."""
     x = torch.randn(2, 160, device=device)

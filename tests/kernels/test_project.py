@@ -177,6 +177,25 @@ def test_few_rows_with_options(device, options):
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("stored", [False, True])
+def test_weights_made_in_inference_mode(device, stored):
+    """They keep no count of what is written into them, so that a copy of a store that may be kept is made anew."""
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        linears = [linear(device, narrow(device), 64, n, 4, stored=stored, options=("dora",)) for n in (96, 32)]
+        x = torch.randn(1, 70, 64).to(device, narrow(device))
+        if stored:
+            for m in linears:
+                m.weight.kept = True
+        exact = [copy.deepcopy(m).double() for m in linears]
+        got = project(x, *linears)
+        with reference():
+            expected = project(x.double(), *exact)
+    for i, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
+        close(ours, theirs, f"result {i}", 16)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("stored", [False, True])
 def test_lengths_are_held_on_to_for_all_projections_of_an_input(device, stored):
     torch.manual_seed(0)
     linears = [linear(device, torch.float32, 64, n, 4, stored=stored, options=("dora",)) for n in (96, 32)]
