@@ -28,6 +28,7 @@ from lorarun.gguf_vocab import write_files
 from lorarun.headers import abbreviate
 from lorarun.hub import resolve, resolve_adapter
 from lorarun.lora import find_targets, selects
+from lorarun.messages import NAMED
 from lorarun.models import build_model
 from lorarun.nn import Model
 from lorarun.quant.store import FP8Store, NF4Store, Store
@@ -115,8 +116,6 @@ def load(
     else:
         model.tokenizer = Tokenizer.load(source.folder, template=template)
     if model.tokenizer is not None and model.tokenizer.replaced:
-        from lorarun.template import NAMED  # noqa: PLC0415 - jinja2 takes a fifth of lorarun's import
-
         name = next((f" {name!r}" for name, (text, _) in NAMED.items() if text == model.tokenizer.template), "")
         print(f"load: messages are written with the chat template{name} that {origin}.", file=sys.stderr)
     model.requires_grad_(False).eval()
