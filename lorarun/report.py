@@ -12,6 +12,7 @@ import torch
 
 from lorarun import decode
 from lorarun.compute import groups
+from lorarun.frozen import Frozen
 from lorarun.headers import abbreviate
 from lorarun.kernels import decode_attention
 from lorarun.kernels.attention import serves
@@ -20,7 +21,7 @@ from lorarun.kernels.few_rows import ROWS
 from lorarun.kernels.replay import Frame, Running
 from lorarun.linear import Linear, few_stored
 from lorarun.nn import Model
-from lorarun.project import Frozen, obstacle
+from lorarun.project import obstacle
 from lorarun.quant.store import Store, stores
 from lorarun.trained import owner, parameters_of, weighted
 
