@@ -263,8 +263,7 @@ class Steps:
                 here.wait_stream(self.order)
             self.order = here
         step.fill(given)
-        value: Tensor = _Replayed.apply(step, *parameters)
-        return value
+        return _Replayed.apply(step, *parameters)
 
     def _find(self, model: Model, given: Given, compute: Compute, shape: Shape, found: Look) -> Step | None:
         """The captured step for a batch, captured now where it is time to; else None, and ``reason`` says why."""

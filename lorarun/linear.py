@@ -160,8 +160,7 @@ class Linear(Weighted):
     def _product(self, h: Tensor, bias: Tensor | None = None) -> Tensor:
         if not isinstance(self.weight, Store):
             return F.linear(h, self.effective(), bias)
-        y: Tensor = _StoredLinear.apply(h, self.weight, None if bias is None else bias.to(h.dtype))
-        return y
+        return _StoredLinear.apply(h, self.weight, None if bias is None else bias.to(h.dtype))
 
     def adapt(self, y: Tensor, x: Tensor, row: int = 0) -> Tensor:
         """y, the product of x with the weight, plus the active adapter; :class:`Running` says if y has the bias."""
@@ -220,16 +219,14 @@ class Linear(Weighted):
         """‖row of W + scale · B · A‖ [out], once in a pass through the model."""
         _, a, b, scale = running.branch
         assert a is not None and b is not None
-        norms: Tensor = decide((self, running.name), lambda: self.norms(self.weight, dtype, a, b, scale))
-        return norms
+        return decide((self, running.name), lambda: self.norms(self.weight, dtype, a, b, scale))
 
     def running(self) -> Running:
         """The adapter that runs (none when it is merged), and its dropout where that is on.
 
         Now, or inside a model at the time when this pass through it began.
         """
-        running: Running = decide(self, self._adapter)
-        return running
+        return decide(self, self._adapter)
 
     def _adapter(self) -> Running:
         mixed = self.mixed is not None and self.mixed.which is not None

@@ -165,14 +165,12 @@ class Model(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.model.embed_tokens.weight.device
-        return device
+        return self.model.embed_tokens.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the residual stream, which the embedding's table decides."""
-        dtype: torch.dtype = self.model.embed_tokens.weight.dtype
-        return dtype
+        return self.model.embed_tokens.weight.dtype
 
     def tie(self) -> None:
         """Let the head share the embedding's table where the checkpoint says so."""

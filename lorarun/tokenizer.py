@@ -270,8 +270,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of ``ids`` (any iterable of ints, a 1-D tensor too); ids that are no token give nothing."""
-        text: str = self._core.decode([int(i) for i in ids], skip_special_tokens=skip_special)
-        return text
+        return self._core.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     # --- chats ---
 

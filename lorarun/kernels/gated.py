@@ -287,5 +287,4 @@ def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
     """
     if not runs_triton(gate) or gate.dtype == torch.float64:
         return gated_reference(gate, up, act)
-    y: Tensor = _Gated.apply(gate, up, act)
-    return y
+    return _Gated.apply(gate, up, act)

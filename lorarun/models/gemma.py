@@ -168,8 +168,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, tables: Tables, spans: Spans | None, cache: Cache | None) -> Tensor:
         x, h = add_norm(x, None, self.input_layernorm)
         x, h = add_norm(x, self.self_attn(h, tables, spans, cache), self.post_attention_layernorm)
-        out: Tensor = self.mlp(h, residual=x)
-        return out  # [B, T, D]
+        return self.mlp(h, residual=x)  # [B, T, D]
 
 
 class NormedBlock(Block):
@@ -185,8 +184,7 @@ class NormedBlock(Block):
         x, h = add_norm(x, None, self.input_layernorm)
         attended = self.self_attn(h, tables, spans, cache)
         x, h = add_norm(x, attended, self.pre_feedforward_layernorm, post=self.post_attention_layernorm)
-        out: Tensor = x + self.post_feedforward_layernorm(self.mlp(h))
-        return out  # [B, T, D]
+        return x + self.post_feedforward_layernorm(self.mlp(h))  # [B, T, D]
 
 
 class Decoder(nn.Module):

@@ -126,8 +126,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, tables: Tables, spans: Spans | None, cache: Cache | None) -> Tensor:
         x, h = add_norm(x, None, self.input_layernorm)
         x, h = add_norm(x, self.self_attn(h, tables, spans, cache), self.post_attention_layernorm)
-        out: Tensor = self.mlp(h, residual=x)
-        return out  # [B, T, D]
+        return self.mlp(h, residual=x)  # [B, T, D]
 
 
 class Decoder(nn.Module):
