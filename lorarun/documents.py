@@ -64,8 +64,7 @@ class Prepared:
 
     def noted(self) -> list[list[int]]:
         """The lists of rows to speak of."""
-        named = (self.too_long, self.nothing, self.merged, self.unended, self.control, self.empty, self.disordered)
-        return list(named)
+        return [self.too_long, self.nothing, self.merged, self.unended, self.control, self.empty, self.disordered]
 
     def reasons(self) -> list[tuple[list[int], str]]:
         """The rows that were left out, by reason."""

@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from lorarun.bucket import Given, Inputs, Shape, pack, shape_of, unpack
 from lorarun.capture import capturable, modes, record
 from lorarun.linear import PARTS, Linear
-from lorarun.nn import Model
+from lorarun.nn import Model, touched
 from lorarun.rotary import dynamic_limit
 from lorarun.trained import beyond
 
@@ -81,8 +81,7 @@ def look(model: Model) -> Look:
         module = stack.pop()
         kind = type(module)
         own: dict[str, Any] = module.__dict__
-        hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-        if "forward" in own or any(own[each] for each in hooks):
+        if touched(module):
             obstacle = f"a {kind.__name__} has hooks or another forward"
         elif kind.__module__[:7] not in ("lorarun", "torch.n"):
             obstacle = f"a {kind.__name__} is none of lorarun's modules"

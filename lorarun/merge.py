@@ -19,7 +19,7 @@ from lorarun.lora import attach, check_new, linears
 from lorarun.nn import Linear, Model
 from lorarun.options import Lora
 from lorarun.quant.store import Store
-from lorarun.trained import is_tied, merge_trained, touches_tables, unmerge_trained, untie
+from lorarun.trained import beyond_projections, is_tied, merge_trained, touches_tables, unmerge_trained, untie
 
 
 def merged_weight(weight: Tensor, linear: Linear, name: str) -> Tensor:
@@ -129,7 +129,7 @@ def combine_adapters(model: Model, weights: Mapping[str, float], name: str = "co
     for each in set(weights) & set(model.adapters):
         lora: Lora = model.adapters[each]
         kinds = {"DoRA": lora.dora, "biases of the base's": lora.bias != "none", "init='loftq'": lora.init == "loftq"}
-        kinds |= {"tables or copies": bool(lora.tables or lora.copies or lora.tokens)}
+        kinds |= {"tables or copies": beyond_projections(lora)}
         wrong += [f"{each!r} has {kind}, which does not add up" for kind, there in kinds.items() if there]
     if wrong or not weights:
         have = ", ".join(model.adapters) or "none"

@@ -25,10 +25,9 @@ from lorarun.quant.store import Store
 from lorarun.weighted import Copy, TokenRows, Weighted
 
 EMBEDDING, HEAD = TABLES = ("model.embed_tokens", "lm_head")
-OWNER = re.compile(
-    r"\.(?:lora_[^.]+|modules_to_save|trainable_tokens_delta)\.(?P<adapter>[^.]+)(?:\.|$)"
-)  # in a parameter's name
-INSIDE = re.compile(r"\.(?:lora_[^.]+|modules_to_save|token_adapter)(?:\.|$)")  # in a module's
+# In a parameter's name, and in a module's.
+OWNER = re.compile(r"\.(?:lora_[^.]+|modules_to_save|trainable_tokens_delta)\.(?P<adapter>[^.]+)(?:\.|$)")
+INSIDE = re.compile(r"\.(?:lora_[^.]+|modules_to_save|token_adapter)(?:\.|$)")
 ROWS = "token_adapter.trainable_tokens_delta"  # in files
 LOW_RANK = {EMBEDDING: ("lora_embedding_A", "lora_embedding_B"), HEAD: ("lora_A.weight", "lora_B.weight")}
 HEAD_STREAM = 2**30  # of dropout for the head's input, which no block shares
