@@ -29,6 +29,14 @@ from lorarun.kernels.scaled import ScaledWeight
 from lorarun.quant.store import FP8Store, NF4Store, Store
 from lorarun.weighted import Weighted, replace_columns
 
+# The projections of a block, those that share an input together, behind the name of the module that holds them.
+INPUTS = (
+    ("self_attn", "q_proj", "k_proj", "v_proj"),
+    ("self_attn", "o_proj"),
+    ("mlp", "gate_proj", "up_proj"),
+    ("mlp", "down_proj"),
+)
+
 
 @dataclass
 class Clock:

@@ -120,7 +120,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 class Attention(nn.Module):
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
-        self.layer, self.window, self.head_dim = (layer, config.windows[layer], config.head_dim)
+        self.layer, self.window, self.head_dim = layer, config.windows[layer], config.head_dim
         self.softcap = config.attn_logit_softcapping
         self.scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
         d, e, bias = config.hidden_size, config.head_dim, config.attention_bias
@@ -147,7 +147,7 @@ class MLP(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         d, f = config.hidden_size, config.intermediate_size
-        self.gate_proj, self.up_proj, self.down_proj = (Linear(d, f), Linear(d, f), Linear(f, d))
+        self.gate_proj, self.up_proj, self.down_proj = Linear(d, f), Linear(d, f), Linear(f, d)
         self.act = config.hidden_activation
 
     def forward(self, h: Tensor, residual: Tensor | None = None) -> Tensor:
