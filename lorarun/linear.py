@@ -274,13 +274,6 @@ class Linear(Weighted):
             found |= zip(("a", "b", "b_bias"), (*self.matrices(name), b.bias), strict=True)
         return {part: tensor for part, tensor in found.items() if tensor is not None}
 
-    def learned(self, name: str) -> list[nn.Parameter]:
-        """What training changes of an adapter, in the order of their names."""
-        own = self.adapters[name]
-        kinds = [kind for kind in PARTS if not (own.freeze_a and kind == "lora_A")]
-        parts = [part for kind in kinds if (part := self._part(kind, name)) is not None]
-        return [parameter for part in parts for parameter in part.parameters()]
-
     def attach(
         self,
         name: str,

@@ -350,9 +350,9 @@ def with_adapter(weight: Tensor, module: Weighted, name: str) -> Tensor:
 
 
 def bias_in(module: Weighted) -> Tensor:
-    """The values of a projection's bias."""
+    """A projection's bias, which is there."""
     assert isinstance(module, Linear) and module.bias is not None
-    return module.bias.data
+    return module.bias
 
 
 def untie(model: Model) -> None:
@@ -379,18 +379,3 @@ def merge_trained(model: Model, name: str) -> None:
             if copy is not None and copy.bias is not None:
                 module.bias_before = bias_in(module).to("cpu", copy=True)
                 bias_in(module).copy_(copy.bias)
-
-
-@torch.no_grad()
-def unmerge_trained(model: Model) -> None:
-    """Undo :func:`merge_trained` and :func:`untie`, to the bit."""
-    for _, module in weighted(model):
-        if module.merged is not None and changes(module, module.merged[0]):
-            module.weight.copy_(module.merged[1])
-            module.merged = None
-            if module.bias_before is not None:
-                bias_in(module).copy_(module.bias_before)
-                module.bias_before = None
-    if model.untied:
-        model.untied = False
-        model.tie()
