@@ -24,10 +24,7 @@ from lorarun.rows import standard
 from lorarun.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-STRANGE = (
-    *(("start", "assistant"), ("start", "tool"), ("user", "tool")),
-    *(("user", "user"), ("assistant", "assistant")),
-)
+STRANGE = {("start", "assistant"), ("start", "tool"), ("user", "tool"), ("user", "user"), ("assistant", "assistant")}
 SHOWN = 5  # row numbers, or errors, before "and N more"
 CONTROL = "with control tokens typed into a message, which only prompts, completions and texts may hold"
 ACROSS = (

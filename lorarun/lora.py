@@ -1,7 +1,7 @@
 """Adapters: attach, choose, switch off, list.
 
 Small functions over a plain model.  ``add_lora`` puts two small matrices beside each projection it is asked for and
-freezes everything else; the others say which adapter runs.  The arithmetic is in :class:`lorarun.nn.Linear`; folding an
+freezes everything else; the others say which adapter runs.  The arithmetic is in :mod:`lorarun.linear`; folding an
 adapter into the weights is the business of :mod:`lorarun.merge`, files that of :mod:`lorarun.adapter`.
 
 Compared with the usual wrappers there is no wrapped model: names, checkpoints and hooks stay what they were.

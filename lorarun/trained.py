@@ -224,7 +224,7 @@ def add_table(model: Model, name: str, path: str, adapter: Adapter, a: Tensor, b
 
 
 def plan_beside(model: Model, lora: Any, modules_to_save: Sequence[str], tables: list[str], call: str) -> None:
-    """Find what an adapter trains beside projections, and note it in ``lora`` (a :class:`lorarun.lora.Lora`): copies
+    """Find what an adapter trains beside projections, and note it in ``lora`` (a :class:`lorarun.options.Lora`): copies
     of modules, low-rank updates of ``tables``, and rows of the tokens that were added to the model.
 
     Where a table is tied, so is what serves it.  Raises ValueError for what cannot be together.
