@@ -71,9 +71,8 @@ class Cache:
         self.filled = torch.zeros(batch, dtype=torch.int32, device=model.device)
         self.ids: list[list[int]] = [[] for _ in range(batch)]
         self.adapters: list[str | None] = [None] * batch
-        self._most = [
-            0
-        ] * batch  # what each row held before tokens were taken back: rings have lost what those replaced
+        # What each row held before tokens were taken back: rings have lost what those replaced.
+        self._most = [0] * batch
         self._anywhere = False  # whether a step may be run again when rows are longer
         self._plan: Plan | None = None  # of a pass that is no step
         self._step: dict[int, tuple[Tensor, Tensor]] = {}  # slot and count of a step for each size of a layer

@@ -17,15 +17,9 @@ import torch
 from torch import Tensor
 
 from lorarun.kernels.scaled import MULTIPLE, scale_weight, unavailable
+from lorarun.linear import INPUTS
 from lorarun.nn import Linear, Model
 from lorarun.quant.store import Store, dequantize_side_by_side
-
-INPUTS = (
-    ("self_attn", "q_proj", "k_proj", "v_proj"),
-    ("self_attn", "o_proj"),
-    ("mlp", "gate_proj", "up_proj"),
-    ("mlp", "down_proj"),
-)
 
 
 def groups(model: Model) -> Iterator[dict[str, Linear]]:

@@ -185,7 +185,7 @@ class Decoder:
 
 
 class Reader:
-    """What was chosen, on its way to the host: two buffers in turn, so that one is read while the next is written."""
+    """What was chosen, on its way to the host, which nobody waits for before it is read."""
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder

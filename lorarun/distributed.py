@@ -76,8 +76,7 @@ def total(numbers: Sequence[float], device: torch.device) -> list[float]:
         return list(numbers)
     summed = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.all_reduce(summed)
-    found: list[float] = summed.tolist()
-    return found
+    return summed.tolist()
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], number: Tensor) -> Tensor:

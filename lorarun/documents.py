@@ -24,10 +24,7 @@ from lorarun.rows import standard
 from lorarun.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-STRANGE = (
-    *(("start", "assistant"), ("start", "tool"), ("user", "tool")),
-    *(("user", "user"), ("assistant", "assistant")),
-)
+STRANGE = {("start", "assistant"), ("start", "tool"), ("user", "tool"), ("user", "user"), ("assistant", "assistant")}
 SHOWN = 5  # row numbers, or errors, before "and N more"
 CONTROL = "with control tokens typed into a message, which only prompts, completions and texts may hold"
 ACROSS = (
@@ -64,8 +61,7 @@ class Prepared:
 
     def noted(self) -> list[list[int]]:
         """The lists of rows to speak of."""
-        named = (self.too_long, self.nothing, self.merged, self.unended, self.control, self.empty, self.disordered)
-        return list(named)
+        return [self.too_long, self.nothing, self.merged, self.unended, self.control, self.empty, self.disordered]
 
     def reasons(self) -> list[tuple[list[int], str]]:
         """The rows that were left out, by reason."""

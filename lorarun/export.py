@@ -84,7 +84,7 @@ def save_merged(
     if path.exists() and (not path.is_dir() or any(path.iterdir()) or os.path.ismount(path) or path == Path.cwd()):
         raise ValueError(f"save_merged: {path} exists already; give a new folder, or delete it first.")
     export = prepare(model, base, dtype, bits)
-    partial = path.absolute().parent / f".{path.absolute().name}.partial"
+    partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # what a killed run left
     partial.mkdir(parents=True)
     try:

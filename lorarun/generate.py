@@ -246,8 +246,7 @@ def _prompts(model: Model, what: Any) -> tuple[list[list[int]], list[str], bool]
 def _tokenizer(model: Model) -> Tokenizer:
     if model.tokenizer is None:
         raise ValueError("generate: this model has no tokenizer; give ids, and neither stream= nor texts as stop=.")
-    tokenizer: Tokenizer = model.tokenizer
-    return tokenizer
+    return model.tokenizer
 
 
 def _stops(model: Model, stop: Any) -> tuple[frozenset[int], list[str]]:

@@ -113,11 +113,10 @@ def _check(model: Model, path: Path, dtype: str, adapter_only: bool) -> str:
             )
         elif not adapter_only and (homeless := without_place(model, model.active)):
             wrong.append(homeless)
-    beside = model.adapters[model.active] if model.active and config.tie_word_embeddings else None
-    if adapter_only and model.active and (kept := _beside(model.adapters[model.active])):
-        wrong.append(f"llama.cpp's adapters hold low-rank updates of projections alone, and this one has {kept}")
-    if beside is not None and touches_tables(model, model.active) and not beside.tied:
-        wrong.append("the adapter makes two tables of a tied one, and the file would hold one")
+        if adapter_only and (kept := _beside(lora)):
+            wrong.append(f"llama.cpp's adapters hold low-rank updates of projections alone, and this one has {kept}")
+        if config.tie_word_embeddings and touches_tables(model, model.active) and not lora.tied:
+            wrong.append("the adapter makes two tables of a tied one, and the file would hold one")
     if arch.startswith("gemma"):
         wrong += _gemma_limits(arch, config)
     elif any(window is not None for window in config.windows):

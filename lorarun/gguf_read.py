@@ -37,11 +37,8 @@ MODEL_TYPES = {
     "gemma3": "gemma3_text",
 }
 ROPE_FREQS = "rope_freqs.weight"  # what each rotary frequency is divided by
-NUMBERS = dict(enumerate("u1 i1 u2 i2 u4 i4 f4 ?".split())) | {
-    10: "u8",
-    11: "i8",
-    12: "f8",
-}  # value types, numpy's name
+# Value types, by numpy's names.
+NUMBERS = dict(enumerate("u1 i1 u2 i2 u4 i4 f4 ?".split())) | {10: "u8", 11: "i8", 12: "f8"}
 STRING, ARRAY = 8, 9  # the other two
 HEADER = 1 << 25  # bytes of metadata that are read; the largest vocabularies take a quarter, and in Python ten times it
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}  # types of numbers as they are

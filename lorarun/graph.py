@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from lorarun.bucket import Given, Inputs, Shape, pack, shape_of, unpack
 from lorarun.capture import capturable, modes, record
 from lorarun.linear import PARTS, Linear
-from lorarun.nn import Model
+from lorarun.nn import Model, touched
 from lorarun.rotary import dynamic_limit
 from lorarun.trained import beyond
 
@@ -81,10 +81,7 @@ def look(model: Model) -> Look:
         module = stack.pop()
         kind = type(module)
         own: dict[str, Any] = module.__dict__
-        hooked = (
-            own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-        )
-        if hooked or "forward" in own:
+        if touched(module):
             obstacle = f"a {kind.__name__} has hooks or another forward"
         elif kind.__module__[:7] not in ("lorarun", "torch.n"):
             obstacle = f"a {kind.__name__} is none of lorarun's modules"
@@ -271,8 +268,7 @@ class Steps:
                 here.wait_stream(self.order)
             self.order = here
         step.fill(given)
-        value: Tensor = _Replayed.apply(step, *parameters)
-        return value
+        return _Replayed.apply(step, *parameters)
 
     def _find(self, model: Model, given: Given, compute: Compute, shape: Shape, found: Look) -> Step | None:
         """The captured step for a batch, captured now where it is time to; else None, and ``reason`` says why."""

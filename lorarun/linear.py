@@ -29,6 +29,14 @@ from lorarun.kernels.scaled import ScaledWeight
 from lorarun.quant.store import FP8Store, NF4Store, Store
 from lorarun.weighted import Weighted, replace_columns
 
+# The projections of a block, those that share an input together, behind the name of the module that holds them.
+INPUTS = (
+    ("self_attn", "q_proj", "k_proj", "v_proj"),
+    ("self_attn", "o_proj"),
+    ("mlp", "gate_proj", "up_proj"),
+    ("mlp", "down_proj"),
+)
+
 
 @dataclass
 class Clock:
@@ -160,8 +168,7 @@ class Linear(Weighted):
     def _product(self, h: Tensor, bias: Tensor | None = None) -> Tensor:
         if not isinstance(self.weight, Store):
             return F.linear(h, self.effective(), bias)
-        y: Tensor = _StoredLinear.apply(h, self.weight, None if bias is None else bias.to(h.dtype))
-        return y
+        return _StoredLinear.apply(h, self.weight, None if bias is None else bias.to(h.dtype))
 
     def adapt(self, y: Tensor, x: Tensor, row: int = 0) -> Tensor:
         """y, the product of x with the weight, plus the active adapter; :class:`Running` says if y has the bias."""
@@ -220,16 +227,14 @@ class Linear(Weighted):
         """‖row of W + scale · B · A‖ [out], once in a pass through the model."""
         _, a, b, scale = running.branch
         assert a is not None and b is not None
-        norms: Tensor = decide((self, running.name), lambda: self.norms(self.weight, dtype, a, b, scale))
-        return norms
+        return decide((self, running.name), lambda: self.norms(self.weight, dtype, a, b, scale))
 
     def running(self) -> Running:
         """The adapter that runs (none when it is merged), and its dropout where that is on.
 
         Now, or inside a model at the time when this pass through it began.
         """
-        running: Running = decide(self, self._adapter)
-        return running
+        return decide(self, self._adapter)
 
     def _adapter(self) -> Running:
         mixed = self.mixed is not None and self.mixed.which is not None
@@ -268,13 +273,6 @@ class Linear(Weighted):
         if a is not None:
             found |= zip(("a", "b", "b_bias"), (*self.matrices(name), b.bias), strict=True)
         return {part: tensor for part, tensor in found.items() if tensor is not None}
-
-    def learned(self, name: str) -> list[nn.Parameter]:
-        """What training changes of an adapter, in the order of their names."""
-        own = self.adapters[name]
-        kinds = [kind for kind in PARTS if not (own.freeze_a and kind == "lora_A")]
-        parts = [part for kind in kinds if (part := self._part(kind, name)) is not None]
-        return [parameter for part in parts for parameter in part.parameters()]
 
     def attach(
         self,

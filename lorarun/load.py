@@ -26,8 +26,9 @@ from lorarun.gguf_config import gguf_config
 from lorarun.gguf_read import Gguf, open_gguf
 from lorarun.gguf_vocab import write_files
 from lorarun.headers import abbreviate
-from lorarun.hub import resolve, resolve_adapter
+from lorarun.hub import Source, resolve, resolve_adapter
 from lorarun.lora import find_targets, selects
+from lorarun.messages import NAMED
 from lorarun.models import build_model
 from lorarun.nn import Model
 from lorarun.quant.store import FP8Store, NF4Store, Store
@@ -74,20 +75,7 @@ def load(
         raise ValueError(f"load: bits={bits!r} is not supported; None (what is stored), 16 (dense), 8 and 4 are.")
     if dtype is not None and dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         raise ValueError(f"load: dtype is {dtype!r}; expected torch.bfloat16, float16, float32 or float64.")
-    source = resolve(str(name), revision, _check_config)
-    if (source.folder / "adapter_config.json").is_file() and not (source.folder / "config.json").is_file():
-        if adapter is not None:
-            raise ValueError(
-                f"load: {name} is an adapter itself; give its base as the name to load adapter={adapter!r}."
-            )
-        adapter = source.folder
-        base, base_revision = adapters.base_of(adapter)
-        try:
-            source = resolve(base, base_revision, _check_config)
-        except (ValueError, OSError) as error:
-            where = f"{adapter / adapters.CONFIG} names {base} as the base"
-            raise type(error)(f"{error} ({where}; another base: load(BASE, adapter={str(adapter)!r})") from error
-    source = source._replace(folder=source.folder.absolute())  # the working folder may change before it is read again
+    source, adapter = _find(name, revision, adapter)
     folder = None if adapter is None else resolve_adapter(adapter).folder
     if not source.folder.is_dir():
         checkpoint: Checkpoint = (file := open_gguf(source.folder))
@@ -115,8 +103,6 @@ def load(
     else:
         model.tokenizer = Tokenizer.load(source.folder, template=template)
     if model.tokenizer is not None and model.tokenizer.replaced:
-        from lorarun.template import NAMED  # noqa: PLC0415 - jinja2 takes a fifth of lorarun's import
-
         name = next((f" {name!r}" for name, (text, _) in NAMED.items() if text == model.tokenizer.template), "")
         print(f"load: messages are written with the chat template{name} that {origin}.", file=sys.stderr)
     model.requires_grad_(False).eval()
@@ -125,6 +111,25 @@ def load(
     if folder is not None:
         adapters.load_adapter(model, folder)
     return model.eval()
+
+
+def _find(name: str | Path, revision: str | None, adapter: str | Path | None) -> tuple[Source, str | Path | None]:
+    """Where the model lies, and the adapter to put on it; of an adapter's name, its base and itself."""
+    source = resolve(str(name), revision, _check_config)
+    if (source.folder / "adapter_config.json").is_file() and not (source.folder / "config.json").is_file():
+        if adapter is not None:
+            raise ValueError(
+                f"load: {name} is an adapter itself; give its base as the name to load adapter={adapter!r}."
+            )
+        adapter = source.folder
+        base, base_revision = adapters.base_of(adapter)
+        try:
+            source = resolve(base, base_revision, _check_config)
+        except (ValueError, OSError) as error:
+            where = f"{adapter / adapters.CONFIG} names {base} as the base"
+            raise type(error)(f"{error} ({where}; another base: load(BASE, adapter={str(adapter)!r})") from error
+    # Absolute, since the working folder may change before it is read again.
+    return source._replace(folder=source.folder.absolute()), adapter
 
 
 def _original(folder: Path, nested: bool, name: str) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Adapters: attach, choose, switch off, list.
 
 Small functions over a plain model.  ``add_lora`` puts two small matrices beside each projection it is asked for and
-freezes everything else; the others say which adapter runs.  The arithmetic is in :class:`lorarun.nn.Linear`; folding an
+freezes everything else; the others say which adapter runs.  The arithmetic is in :mod:`lorarun.linear`; folding an
 adapter into the weights is the business of :mod:`lorarun.merge`, files that of :mod:`lorarun.adapter`.
 
 Compared with the usual wrappers there is no wrapped model: names, checkpoints and hooks stay what they were.
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from lorarun.initial import first_values
 from lorarun.kernels.row_norms import row_norms
-from lorarun.linear import Adapter
+from lorarun.linear import INPUTS, Adapter
 from lorarun.nn import Linear, Model
 from lorarun.options import Lora, faults, of_pattern
 from lorarun.quant.store import NF4Store, Store, dequantize
 from lorarun.trained import TABLES, add_beside, inside_adapter, owner, parameters_of, plan_beside, switch, weighted
 
-# The projections of a block, by the input they read.  Those that share an input share its dropout mask.
-INPUTS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1, "gate_proj": 2, "up_proj": 2, "down_proj": 3}
+# The projections of a block, by the number of the input they read.  Those that share an input share its dropout mask.
+INPUT_OF = {name: i for i, (_, *names) in enumerate(INPUTS) for name in names}
 
 
 def add_lora(
@@ -213,7 +213,7 @@ def check_new(model: Model, name: str, call: str) -> None:
 
 def _stream(path: str) -> int:
     """A number for the input that a projection reads: block × 4 + which of the block's four inputs."""
-    return (block_of(path) or 0) * 4 + INPUTS[path.rpartition(".")[2]]
+    return (block_of(path) or 0) * 4 + INPUT_OF[path.rpartition(".")[2]]
 
 
 def find_targets(model: Model, targets: str | list[str], layers: list[int] | None = None) -> list[tuple[str, Linear]]:
@@ -231,11 +231,11 @@ def find_targets(model: Model, targets: str | list[str], layers: list[int] | Non
     if not matched:
         hint = (
             f" A string is a regular expression for the whole name; write [{targets!r}]."
-            if isinstance(targets, str) and targets in INPUTS
+            if isinstance(targets, str) and targets in INPUT_OF
             else ""
         )
         raise ValueError(
-            f"targets={targets!r} match no module; projections are named {', '.join(sorted(INPUTS))}.{hint}"
+            f"targets={targets!r} match no module; projections are named {', '.join(sorted(INPUT_OF))}.{hint}"
         )
     below = [path for path in matched if path not in TABLES]
     wrong = [path for path in below if not isinstance(modules[path], Linear)]
@@ -259,7 +259,7 @@ def chosen_tables(targets: str | list[str]) -> list[str]:
 def selects(targets: str | list[str], path: str) -> bool:
     """Whether ``targets`` means the module of this name; the rules are PEFT's, see :func:`add_lora`."""
     if targets == "all-linear":
-        return path.rpartition(".")[2] in INPUTS
+        return path.rpartition(".")[2] in INPUT_OF
     if isinstance(targets, str):
         try:
             return re.fullmatch(targets, path) is not None

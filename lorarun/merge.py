@@ -19,7 +19,7 @@ from lorarun.lora import attach, check_new, linears
 from lorarun.nn import Linear, Model
 from lorarun.options import Lora
 from lorarun.quant.store import Store
-from lorarun.trained import is_tied, merge_trained, touches_tables, unmerge_trained, untie
+from lorarun.trained import beyond_projections, bias_in, is_tied, merge_trained, touches_tables, untie, weighted
 
 
 def merged_weight(weight: Tensor, linear: Linear, name: str) -> Tensor:
@@ -105,13 +105,15 @@ def merge(model: Model) -> None:
 @torch.no_grad()
 def unmerge(model: Model) -> None:
     """Undo :func:`merge`, to the bit.  Does nothing to a model that is not merged."""
-    for _, linear in linears(model):
-        if linear.merged is not None:
-            linear.weight.copy_(linear.merged[1])
-            if linear.bias is not None and linear.bias_before is not None:
-                linear.bias.copy_(linear.bias_before)
-            linear.merged = linear.bias_before = None
-    unmerge_trained(model)
+    for _, module in weighted(model):
+        if module.merged is not None:
+            module.weight.copy_(module.merged[1])
+            if module.bias_before is not None:
+                bias_in(module).copy_(module.bias_before)
+            module.merged = module.bias_before = None
+    if model.untied:
+        model.untied = False
+        model.tie()
 
 
 def combine_adapters(model: Model, weights: Mapping[str, float], name: str = "combined") -> None:
@@ -129,7 +131,7 @@ def combine_adapters(model: Model, weights: Mapping[str, float], name: str = "co
     for each in set(weights) & set(model.adapters):
         lora: Lora = model.adapters[each]
         kinds = {"DoRA": lora.dora, "biases of the base's": lora.bias != "none", "init='loftq'": lora.init == "loftq"}
-        kinds |= {"tables or copies": bool(lora.tables or lora.copies or lora.tokens)}
+        kinds |= {"tables or copies": beyond_projections(lora)}
         wrong += [f"{each!r} has {kind}, which does not add up" for kind, there in kinds.items() if there]
     if wrong or not weights:
         have = ", ".join(model.adapters) or "none"

@@ -56,9 +56,7 @@ def untouched(module: nn.Module) -> bool:
 
 def touched(module: nn.Module) -> bool:
     """Whether somebody put hooks on a module or replaced its ``forward``."""
-    hooks = (
-        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    )  # fmt: skip
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return "forward" in vars(module) or any(hooks)
 
 
@@ -107,13 +105,9 @@ class Embedding(Weighted):
 class Model(nn.Module):
     """What every family's model is, beside its wiring: a decoder under ``model``, a head, and what it carries along.
 
-    ``tokenizer``, ``source``, ``stored`` (the format of each weight in the checkpoint, by name), ``asked`` (what was
-    asked of loading) and ``original`` (reads a weight by name, as the checkpoint has it) come from there (empty for a
-    model built from a configuration), ``adapters`` and
-    ``active`` from :mod:`lorarun.lora`, ``compute`` from :mod:`lorarun.compute`.  ``policies`` (a name of
-    :mod:`lorarun.recompute` for each block) and ``tile`` (rows that an MLP takes at a time, None: all) say what
-    training keeps in memory; no result depends on them, and the first loss on an accelerator sets both where
-    :mod:`lorarun.memory` has not planned.
+    From ``tokenizer`` to ``original`` it is what :mod:`lorarun.load` gives, empty for a model built from a
+    configuration.  ``policies`` and ``tile`` say what training keeps in memory; no result depends on them, and the
+    first loss on an accelerator sets both where :mod:`lorarun.memory` has not planned.
     """
 
     config: Any
@@ -127,20 +121,20 @@ class Model(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        self.policies: list[str] = ["keep"] * config.num_hidden_layers
-        self.tile: int | None = None
+        self.policies: list[str] = ["keep"] * config.num_hidden_layers  # names of lorarun.recompute, one a block
+        self.tile: int | None = None  # rows that an MLP takes at a time, None: all
         self.deterministic = False
         self.tokenizer: Any = None
         self.source: Any = None
-        self.stored: dict[str, str] = {}
-        self.asked: dict[str, Any] = {}
-        self.original: Any = None
-        self.adapters: dict[str, Any] = {}
+        self.stored: dict[str, str] = {}  # the format of each weight in the checkpoint, by name
+        self.asked: dict[str, Any] = {}  # of loading
+        self.original: Any = None  # reads a weight by name, as the checkpoint has it
+        self.adapters: dict[str, Any] = {}  # this and the next: see lorarun.lora
         self.active: str | None = None
         self.added: dict[int, bool] = {}  # tokens whose rows are to be trained, and whether their rows are new
         self.whole = False  # whether the weights themselves are trained, see lorarun.tokens.train_all
         self.untied = False  # whether a merge gave a tied head a table of its own
-        self.compute = "bf16"
+        self.compute = "bf16"  # or "fp8", see lorarun.compute
         self.clock = Clock()
         self.planned: Any = None  # what lorarun.plan decided, or loss by itself
         self.graphs: Any = None  # the captured steps of lorarun.loss, see lorarun.graph
@@ -165,14 +159,12 @@ class Model(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.model.embed_tokens.weight.device
-        return device
+        return self.model.embed_tokens.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the residual stream, which the embedding's table decides."""
-        dtype: torch.dtype = self.model.embed_tokens.weight.dtype
-        return dtype
+        return self.model.embed_tokens.weight.dtype
 
     def tie(self) -> None:
         """Let the head share the embedding's table where the checkpoint says so."""

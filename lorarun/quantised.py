@@ -38,9 +38,7 @@ NF4, FP8 = "NF4", "FP8"
 BESIDE_NF4 = re.compile(r"(.*\.weight)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*)")
 STATE = "quant_state.bitsandbytes__"
 BESIDE_FP8 = re.compile(r"(.*\.weight)_(scale_inv|scale)")
-ACTIVATIONS = re.compile(
-    r".*\.(input_scale|output_scale|activation_scale|(kv|[qkv])_scale)"
-)  # of activations and the cache
+ACTIVATIONS = re.compile(r".*\.(input_scale|output_scale|activation_scale|(kv|[qkv])_scale)")  # and of the cache
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 STATE_BYTES = 1 << 16  # more than any quant state has
 

@@ -72,20 +72,17 @@ def run_block(
     whole = policy not in KEPT
     if torch.compiler.is_compiling():  # torch takes no contexts of ours there
         again = functools.partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
-        out: Tensor = block(x, *rest) if whole else again(x, *rest)
-        return out
+        return block(x, *rest) if whole else again(x, *rest)
     names = () if whole or not _bare(block) else KEPT[policy]
     frame = Frame(names, save_products=policy == "keep", tile=tile, deterministic=deterministic)
     if whole:
         with Running(frame):
-            out = block(x, *rest)
-        return out
+            return block(x, *rest)
     contexts = Running(frame), Running(frame, replay=True)
     with torch.autograd.graph.saved_tensors_hooks(_leave, _fetch) if policy == "offload" else contextlib.nullcontext():
-        out = checkpoint(
+        return checkpoint(
             block, x, *rest, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts
         )  # fmt: skip
-    return out
 
 
 def _bare(block: nn.Module) -> bool:

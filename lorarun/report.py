@@ -12,6 +12,7 @@ import torch
 
 from lorarun import decode
 from lorarun.compute import groups
+from lorarun.frozen import Frozen
 from lorarun.headers import abbreviate
 from lorarun.kernels import decode_attention
 from lorarun.kernels.attention import serves
@@ -20,7 +21,7 @@ from lorarun.kernels.few_rows import ROWS
 from lorarun.kernels.replay import Frame, Running
 from lorarun.linear import Linear, few_stored
 from lorarun.nn import Model
-from lorarun.project import Frozen, obstacle
+from lorarun.project import obstacle
 from lorarun.quant.store import Store, stores
 from lorarun.trained import owner, parameters_of, weighted
 
@@ -159,20 +160,20 @@ LENGTH = 8192  # of the rows that the report asks attention about
 def _operations(model: Model) -> dict[str, str]:
     """Each question is put to what decides it when the model runs."""
     weight = model.model.embed_tokens.weight
+    inputs = [list(group.values()) for group in groups(model)]
     return {
-        "projections": _projections(model),
-        "frozen products": _products(model),
+        "projections": _projections(model, inputs),
+        "frozen products": _products(model, inputs),
         **_attention(model),
         "norm, rotary, gate": why(weight.device),
         "captured step": "decided at the first loss" if model.graphs is None else str(model.graphs),
-        "decoding": _decoding(model),
+        "decoding": _decoding(model, inputs),
         "head and loss": f"in chunks, full logits are never held; rows of logits: {why(weight.device)}",
     }
 
 
-def _projections(model: Model) -> str:
+def _projections(model: Model, inputs: list[list[Linear]]) -> str:
     apart: dict[str, int] = {}
-    inputs = [list(group.values()) for group in groups(model)]
     if not runs_triton(model.model.embed_tokens.weight):
         return f"one by one ({why(model.device)})"
     for group in inputs:
@@ -183,9 +184,8 @@ def _projections(model: Model) -> str:
     return f"{fused} of {len(inputs)} groups that share an input run as one{rest}"
 
 
-def _products(model: Model) -> str:
+def _products(model: Model, inputs: list[list[Linear]]) -> str:
     dtype = str(model.dtype).removeprefix("torch.")
-    inputs = [list(group.values()) for group in groups(model)]
     served = [group for group in inputs if Frozen(group).scaled is not None and obstacle(group, model.dtype) is None]
     if not served:
         return dtype
@@ -193,13 +193,12 @@ def _products(model: Model) -> str:
     return f"FP8 e4m3 in both directions, a scale a row: {len(served)} of {len(inputs)} groups{rest}"
 
 
-def _decoding(model: Model) -> str:
+def _decoding(model: Model, inputs: list[list[Linear]]) -> str:
     """How ``generate`` computes its steps."""
     reason = decode.obstacle(model)
     steps = "steps replayed as a CUDA graph" if reason is None else f"steps one by one ({reason})"
     q = torch.empty(1, model.config.head_dim, dtype=model.dtype, device=model.device)
     attention = "Triton" if decode_attention.serves(q) else "torch"
-    inputs = [list(group.values()) for group in groups(model)]
     stored = [group for group in inputs if any(isinstance(linear.weight, Store) for linear in group)]
     if not stored:
         return f"{steps}; attention: {attention}"

@@ -49,8 +49,8 @@ def checkpoints(out: Path) -> list[Path]:
     return sorted(path for path in (out / FOLDER).glob("step-*") if NAME.fullmatch(path.name) and path.is_dir())
 
 
-def write_checkpoint(model: Model, out: Path, step: int, state: Mapping[str, Any], keep: int) -> Path:
-    """Write a checkpoint and remove all but the ``keep`` newest; returns its folder.  OSError where it cannot be."""
+def write_checkpoint(model: Model, out: Path, step: int, state: Mapping[str, Any], keep: int) -> None:
+    """Write a checkpoint and remove all but the ``keep`` newest.  OSError where it cannot be."""
     folder = out / FOLDER
     final, partial = folder / f"step-{step:08}", folder / f".step-{step:08}.partial"
     clear_partial(out)
@@ -72,7 +72,6 @@ def write_checkpoint(model: Model, out: Path, step: int, state: Mapping[str, Any
     _sync(folder)
     for old in checkpoints(out)[:-keep]:
         _remove(old)
-    return final
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any]:

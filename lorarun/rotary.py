@@ -26,14 +26,13 @@ class Tables(NamedTuple):
 
 
 class Rotary:
-    """Cosine and sine tables of rotary embedding, with the scalings that published checkpoints use.
+    """A model's tables; a plain object and no module, whose frequencies a cast of the model would reach.
 
-    A plain object, not a module: its fp32 frequencies must survive a cast of the model, and come from the
-    configuration, never from a checkpoint.  ``rope`` is what :func:`lorarun.config.rope_parameters` returns.
+    ``rope`` is what :func:`lorarun.config.rope_parameters` returns.
     """
 
     def __init__(self, head_dim: int, rope: Mapping[str, Any], max_positions: int) -> None:
-        self.head_dim, self.rope, self.max_positions = (head_dim, dict(rope), max_positions)
+        self.head_dim, self.rope, self.max_positions = head_dim, dict(rope), max_positions
         self.dynamic = rope["rope_type"] == "dynamic"
         self.inv_freq, self.amplitude = frequencies(head_dim, rope, max_positions)
         self._on_device = self.inv_freq
@@ -93,7 +92,7 @@ def _yarn(inv_freq: Tensor, rope: Mapping[str, Any], head_dim: int, max_position
         """The (real-valued) index of the frequency that makes this many turns over the original context."""
         return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = (dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1))
+    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)

@@ -71,8 +71,7 @@ class _Slot(nn.Module):
         if self.fixed:
             return self.trace.cut(self.name, x)
         leaf = torch.empty((), device=x.device, requires_grad=True)
-        out: Tensor = _Cut.apply(leaf, x, self.trace, self.name)
-        return out
+        return _Cut.apply(leaf, x, self.trace, self.name)
 
 
 class _Trace(Tracer):
@@ -208,8 +207,7 @@ def _forward_backward(model: Model, tokens: int, loss: bool) -> None:
 
 
 def _inner(model: Model, tokens: int) -> Tensor:
-    hidden: Tensor = model.hidden_states(torch.empty((1, tokens), dtype=torch.int64, device="meta"))
-    return hidden
+    return model.hidden_states(torch.empty((1, tokens), dtype=torch.int64, device="meta"))
 
 
 def _loss(model: Model, tokens: int) -> Tensor:

@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from lorarun.headers import is_there, read_json, read_text
+from lorarun.messages import NAMED, fold
 
 if TYPE_CHECKING:
-    from lorarun.template import Message, Span, Template
+    from lorarun.template import Span, Template
 
 FILES = (
     "tokenizer.json",
@@ -101,35 +102,6 @@ def configs(folder: Path) -> list[dict[str, Any]]:
 def end_ids(sources: Iterable[Mapping[str, Any]]) -> set[int]:
     """Every end token that these configurations name."""
     return {i for source in sources for i in _as_ids(source.get("eos_token_id"))}
-
-
-def _fold_system(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Each system text put in front of the next user turn, with a blank line between, for templates without the role.
-
-    Raises ValueError when a system message has no user turn behind it, or its content is not text.
-    """
-    from lorarun.template import check_messages  # noqa: PLC0415 - jinja2 takes a fifth of lorarun's import
-
-    folded: list[Message] = []
-    waiting: list[str] = []
-    for message in check_messages(list(messages)):
-        if message["role"] == "system":
-            if not isinstance(message["content"], str):
-                raise ValueError("fold_system needs the system message's content as text, got a list of parts")
-            waiting.append(message["content"])
-        elif message["role"] == "user" and waiting:
-            content = message["content"]
-            if isinstance(content, str):
-                content = "\n\n".join([*waiting, content])
-            else:
-                content = [{"type": "text", "text": "\n\n".join([*waiting, ""])}, *content]
-            folded.append({**message, "content": content})
-            waiting = []
-        else:
-            folded.append(message)
-    if waiting:
-        raise ValueError("fold_system found no user message behind the system message to fold it into")
-    return folded
 
 
 class Tokenizer:
@@ -221,8 +193,6 @@ class Tokenizer:
     def _lacking(self, name: str) -> list[str]:
         """The control tokens of the named template that this tokenizer would break into pieces."""
         core = self._core
-        from lorarun.template import NAMED  # noqa: PLC0415 - jinja2 takes a fifth of lorarun's import
-
         tokens = [(token, core.token_to_id(token)) for token in NAMED[name][1]]
         return [token for token, i in tokens if i is None or core.encode(token, add_special_tokens=False).ids != [i]]
 
@@ -233,8 +203,6 @@ class Tokenizer:
             return template
         if template in self._templates:
             return self._templates[template]
-        from lorarun.template import NAMED  # noqa: PLC0415 - jinja2 takes a fifth of lorarun's import
-
         if template not in NAMED:
             names = ", ".join([*self._templates, *(name for name in NAMED if name not in self._templates)])
             raise ValueError(f"there is no chat template {template!r}; choose from {names}, or give a template's text")
@@ -246,8 +214,6 @@ class Tokenizer:
         return NAMED[template][0]
 
     def _suggestion(self) -> str:
-        from lorarun.template import NAMED  # noqa: PLC0415 - jinja2 takes a fifth of lorarun's import
-
         fitting = [name for name in NAMED if not self._lacking(name)]
         return f"its tokens fit template={' or '.join(map(repr, fitting))}" if fitting else "give a template's own text"
 
@@ -304,8 +270,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of ``ids`` (any iterable of ints, a 1-D tensor too); ids that are no token give nothing."""
-        text: str = self._core.decode([int(i) for i in ids], skip_special_tokens=skip_special)
-        return text
+        return self._core.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     # --- chats ---
 
@@ -331,9 +296,7 @@ class Tokenizer:
         Raises ValueError without a template, or with the template's own message when it refuses.
         """
         template = self._chat()
-        return template.render(
-            _fold_system(messages) if fold_system else messages, add_generation_prompt, tools, **extra
-        )
+        return template.render(fold(messages) if fold_system else messages, add_generation_prompt, tools, **extra)
 
     def encode_prompt(self, messages: Sequence[Mapping[str, Any]], **how: Any) -> list[int]:
         """The ids of ``messages`` and the generation prompt; ``how`` as in ``render``."""
@@ -348,7 +311,7 @@ class Tokenizer:
     ) -> tuple[list[int], list[bool]]:
         """The ids of a whole conversation, and for each whether it belongs to an answer (its end token included)."""
         template = self._chat()
-        return self.encode_spans(*template.answers(_fold_system(messages) if fold_system else messages, tools, **extra))
+        return self.encode_spans(*template.answers(fold(messages) if fold_system else messages, tools, **extra))
 
     def has_control_token(self, value: Any) -> bool:
         """Whether a control token is spelled out in ``value``: a text, or lists and dicts of texts."""

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from lorarun.lora import Lora, check_not_merged, use_adapter
 from lorarun.nn import Model
+from lorarun.quant.store import stores
 from lorarun.tokenizer import Tokenizer
 from lorarun.trained import EMBEDDING, TABLES, add_rows, first_rows, is_tied
 
@@ -145,8 +146,7 @@ def train_all(model: Model) -> Model:
             f"train_all: the model has the adapters {', '.join(model.adapters)}, which would be trained for weights "
             "that move; load it afresh, or write it with save_merged and load that."
         )
-    stored = [path for path, module in model.named_modules() if hasattr(module, "dequantize")]
-    if stored:
+    if stored := list(stores(model)):
         raise ValueError(
             f"train_all: {len(stored)} weights are quantised, and steps are far smaller than what separates their few "
             "values; load with bits=16, or train an adapter with add_lora."

@@ -25,10 +25,9 @@ from lorarun.quant.store import Store
 from lorarun.weighted import Copy, TokenRows, Weighted
 
 EMBEDDING, HEAD = TABLES = ("model.embed_tokens", "lm_head")
-OWNER = re.compile(
-    r"\.(?:lora_[^.]+|modules_to_save|trainable_tokens_delta)\.(?P<adapter>[^.]+)(?:\.|$)"
-)  # in a parameter's name
-INSIDE = re.compile(r"\.(?:lora_[^.]+|modules_to_save|token_adapter)(?:\.|$)")  # in a module's
+# In a parameter's name, and in a module's.
+OWNER = re.compile(r"\.(?:lora_[^.]+|modules_to_save|trainable_tokens_delta)\.(?P<adapter>[^.]+)(?:\.|$)")
+INSIDE = re.compile(r"\.(?:lora_[^.]+|modules_to_save|token_adapter)(?:\.|$)")
 ROWS = "token_adapter.trainable_tokens_delta"  # in files
 LOW_RANK = {EMBEDDING: ("lora_embedding_A", "lora_embedding_B"), HEAD: ("lora_A.weight", "lora_B.weight")}
 HEAD_STREAM = 2**30  # of dropout for the head's input, which no block shares
@@ -225,7 +224,7 @@ def add_table(model: Model, name: str, path: str, adapter: Adapter, a: Tensor, b
 
 
 def plan_beside(model: Model, lora: Any, modules_to_save: Sequence[str], tables: list[str], call: str) -> None:
-    """Find what an adapter trains beside projections, and note it in ``lora`` (a :class:`lorarun.lora.Lora`): copies
+    """Find what an adapter trains beside projections, and note it in ``lora`` (a :class:`lorarun.options.Lora`): copies
     of modules, low-rank updates of ``tables``, and rows of the tokens that were added to the model.
 
     Where a table is tied, so is what serves it.  Raises ValueError for what cannot be together.
@@ -351,9 +350,9 @@ def with_adapter(weight: Tensor, module: Weighted, name: str) -> Tensor:
 
 
 def bias_in(module: Weighted) -> Tensor:
-    """The values of a projection's bias."""
+    """A projection's bias, which is there."""
     assert isinstance(module, Linear) and module.bias is not None
-    return module.bias.data
+    return module.bias
 
 
 def untie(model: Model) -> None:
@@ -380,18 +379,3 @@ def merge_trained(model: Model, name: str) -> None:
             if copy is not None and copy.bias is not None:
                 module.bias_before = bias_in(module).to("cpu", copy=True)
                 bias_in(module).copy_(copy.bias)
-
-
-@torch.no_grad()
-def unmerge_trained(model: Model) -> None:
-    """Undo :func:`merge_trained` and :func:`untie`, to the bit."""
-    for _, module in weighted(model):
-        if module.merged is not None and changes(module, module.merged[0]):
-            module.weight.copy_(module.merged[1])
-            module.merged = None
-            if module.bias_before is not None:
-                bias_in(module).copy_(module.bias_before)
-                module.bias_before = None
-    if model.untied:
-        model.untied = False
-        model.tie()

@@ -77,8 +77,7 @@ class Weighted(nn.Module):
         """The adapter that runs, as it was when this pass through the model began."""
         if kind not in self._modules:
             return None
-        name: str | None = decide((self, kind), lambda: self.trained if self.merged is None else None)
-        return name
+        return decide((self, kind), lambda: self.trained if self.merged is None else None)
 
     def copy(self) -> Copy | None:
         """The copy that runs in place of the frozen parameters, if one does."""

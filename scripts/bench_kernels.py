@@ -39,10 +39,10 @@ from bench_timing import (
 )
 from torch import Tensor
 
+from lorarun.frozen import Frozen
 from lorarun.kernels import cross_entropy, fp8, gated, lora, rms_norm, rope
 from lorarun.kernels.backend import reference
 from lorarun.linear import Adapter, Clock, Linear
-from lorarun.project import Frozen
 from lorarun.quant.store import FP8Store, NF4Store, dequantize_side_by_side
 
 PEERS = ("liger", "unsloth")

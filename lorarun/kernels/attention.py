@@ -450,8 +450,7 @@ class _CuDNN(torch.autograd.Function):
         made = keep("attention", lambda: TAKEN(op(q, k, v, None, True, 0.0, True, False, scale=scale)))
         ctx.save_for_backward(q, k, v, *made)
         ctx.scale = scale
-        o: Tensor = made[0]
-        return o
+        return made[0]
 
     @staticmethod
     @once_differentiable
@@ -588,8 +587,7 @@ def attention(
         return attention_reference(q, k, v, first, window, softcap, scale)
     v = v.contiguous()  # it is kept for backward, and a view would keep the whole product that it was cut from
     if backend == "cuDNN":
-        out: Tensor = _CuDNN.apply(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale)
-        return out.transpose(1, 2)
+        return _CuDNN.apply(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale).transpose(1, 2)
     if first is not None:
         first = first.expand(q.shape[:2]).contiguous()
         if _graded(q, k, v):

@@ -250,8 +250,7 @@ def cross_entropy(
 
     z is used up: its memory may hold its gradient afterwards, so nothing else may need it.
     """
-    losses, hit = _CrossEntropy.apply(z, targets, softcap, smoothing)
-    return losses, hit
+    return _CrossEntropy.apply(z, targets, softcap, smoothing)
 
 
 def linear_cross_entropy(
@@ -269,8 +268,7 @@ def linear_cross_entropy(
     is ε, from 0 up to 1.  Returns [rows] in fp32 (fp64 for fp64 input).  Without gradients no gradient is made.  Extra
     memory: one chunk of logits in the dtype of ``hidden`` (512 MiB at the most).
     """
-    losses: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, softcap, scale, smoothing)
-    return losses
+    return _LinearCrossEntropy.apply(hidden, weight, targets, softcap, scale, smoothing)
 
 
 @torch.no_grad()

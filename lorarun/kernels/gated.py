@@ -16,6 +16,7 @@ registers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +29,9 @@ from lorarun.kernels.backend import runs_triton, tl, triton
 from lorarun.kernels.dropout import Dropout, drawn, masked, masking
 from lorarun.kernels.lora import Branch, row_groups, tile
 
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": _gelu_tanh}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")
+}  # fmt: skip
 BLOCK = 1024
 # Tiles of the adapted kernels, as in lora.py.
 FORWARD, BACKWARD, BACKWARD_DROP = (32, 64, 4, 2, 32), (16, 128, 4, 3, 16), (16, 64, 4, 3, 16)
@@ -287,5 +285,4 @@ def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
     """
     if not runs_triton(gate) or gate.dtype == torch.float64:
         return gated_reference(gate, up, act)
-    y: Tensor = _Gated.apply(gate, up, act)
-    return y
+    return _Gated.apply(gate, up, act)

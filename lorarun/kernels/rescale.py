@@ -150,5 +150,4 @@ def rescale(z: Tensor, s: Tensor, b: Tensor | None = None) -> Tensor:
     if not runs_triton(z) or z.dtype == torch.float64:
         return rescale_reference(z, s, b)
     rows = z.flatten(0, -2)
-    y: Tensor = _Rescale.apply(rows if rows.stride(1) == 1 else rows.contiguous(), s, b)
-    return y.view(z.shape)
+    return _Rescale.apply(rows if rows.stride(1) == 1 else rows.contiguous(), s, b).view(z.shape)

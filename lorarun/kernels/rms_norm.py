@@ -206,8 +206,7 @@ def add_rms_norm(
     """
     if not runs_triton(x) or x.dtype == torch.float64:
         return add_rms_norm_reference(x, delta, weight, eps, plus_one, post_weight)
-    total, y = _AddRMSNorm.apply(x, delta, weight, eps, plus_one, post_weight)
-    return total, y
+    return _AddRMSNorm.apply(x, delta, weight, eps, plus_one, post_weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> Tensor:

@@ -182,5 +182,4 @@ def rope(
     trained = q_weight is not None and (q_weight.requires_grad or (k_weight is not None and k_weight.requires_grad))
     if not runs_triton(q) or q.dtype == torch.float64 or trained:
         return rope_reference(q, k, cos, sin, q_weight, k_weight, eps, plus_one)
-    out_q, out_k = _Rope.apply(q, k, cos, sin, q_weight, k_weight, eps, plus_one)
-    return out_q, out_k
+    return _Rope.apply(q, k, cos, sin, q_weight, k_weight, eps, plus_one)

@@ -152,7 +152,6 @@ def scaled_mm(x: Scaled, w: Scaled, dtype: torch.dtype, bias: Tensor | None = No
         return torch.empty((m, n), dtype=dtype, device=x.codes.device)
     if x.codes.device.type != "cuda" or _emulated:
         return scaled_mm_reference(x, w, dtype, bias)
-    y: Tensor = torch._scaled_mm(
+    return torch._scaled_mm(
         x.codes, w.codes.T, scale_a=x.scale, scale_b=w.scale.T, bias=bias, out_dtype=dtype, use_fast_accum=fast
     )
-    return y

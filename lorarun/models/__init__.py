@@ -36,5 +36,4 @@ def build_model(raw: Mapping[str, Any]) -> Model:
             "and gemma3's text model."
         )
     config, family = FAMILIES[kind]
-    model: Model = family(config.from_dict(fields))
-    return model
+    return family(config.from_dict(fields))

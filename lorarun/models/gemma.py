@@ -120,7 +120,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 class Attention(nn.Module):
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
-        self.layer, self.window, self.head_dim = (layer, config.windows[layer], config.head_dim)
+        self.layer, self.window, self.head_dim = layer, config.windows[layer], config.head_dim
         self.softcap = config.attn_logit_softcapping
         self.scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
         d, e, bias = config.hidden_size, config.head_dim, config.attention_bias
@@ -147,7 +147,7 @@ class MLP(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         d, f = config.hidden_size, config.intermediate_size
-        self.gate_proj, self.up_proj, self.down_proj = (Linear(d, f), Linear(d, f), Linear(f, d))
+        self.gate_proj, self.up_proj, self.down_proj = Linear(d, f), Linear(d, f), Linear(f, d)
         self.act = config.hidden_activation
 
     def forward(self, h: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -168,8 +168,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, tables: Tables, spans: Spans | None, cache: Cache | None) -> Tensor:
         x, h = add_norm(x, None, self.input_layernorm)
         x, h = add_norm(x, self.self_attn(h, tables, spans, cache), self.post_attention_layernorm)
-        out: Tensor = self.mlp(h, residual=x)
-        return out  # [B, T, D]
+        return self.mlp(h, residual=x)  # [B, T, D]
 
 
 class NormedBlock(Block):
@@ -185,8 +184,7 @@ class NormedBlock(Block):
         x, h = add_norm(x, None, self.input_layernorm)
         attended = self.self_attn(h, tables, spans, cache)
         x, h = add_norm(x, attended, self.pre_feedforward_layernorm, post=self.post_attention_layernorm)
-        out: Tensor = x + self.post_feedforward_layernorm(self.mlp(h))
-        return out  # [B, T, D]
+        return x + self.post_feedforward_layernorm(self.mlp(h))  # [B, T, D]
 
 
 class Decoder(nn.Module):

@@ -78,7 +78,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 class Attention(nn.Module):
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
-        self.layer, self.window, self.head_dim = (layer, config.windows[layer], config.head_dim)
+        self.layer, self.window, self.head_dim = layer, config.windows[layer], config.head_dim
         d, e, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.q_proj = Linear(d, config.num_attention_heads * e, bias)
         self.k_proj = Linear(d, config.num_key_value_heads * e, bias)
@@ -100,7 +100,7 @@ class MLP(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         d, f, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj, self.up_proj, self.down_proj = (Linear(d, f, bias), Linear(d, f, bias), Linear(f, d, bias))
+        self.gate_proj, self.up_proj, self.down_proj = Linear(d, f, bias), Linear(d, f, bias), Linear(f, d, bias)
         self.act = config.hidden_act
 
     def forward(self, h: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -118,8 +118,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, tables: Tables, spans: Spans | None, cache: Cache | None) -> Tensor:
         x, h = add_norm(x, None, self.input_layernorm)
         x, h = add_norm(x, self.self_attn(h, tables, spans, cache), self.post_attention_layernorm)
-        out: Tensor = self.mlp(h, residual=x)
-        return out  # [B, T, D]
+        return self.mlp(h, residual=x)  # [B, T, D]
 
 
 class Decoder(nn.Module):

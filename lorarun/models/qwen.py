@@ -55,14 +55,10 @@ class Config:
         fields.setdefault("head_dim", 128 if raw["model_type"] == "qwen3" else fields.get("hidden_size", 0) // heads)
         if not fields["use_sliding_window"]:
             fields["sliding_window"] = None
-        lowest = fields["max_window_layers"] if fields["sliding_window"] else fields.get("num_hidden_layers", 0)
-        fields.setdefault(
-            "layer_types",
-            [
-                "sliding_attention" if i >= lowest else "full_attention"
-                for i in range(fields.get("num_hidden_layers", 0))
-            ],
-        )
+        count = fields.get("num_hidden_layers", 0)
+        lowest = fields["max_window_layers"] if fields["sliding_window"] else count
+        kinds = ["sliding_attention" if i >= lowest else "full_attention" for i in range(count)]
+        fields.setdefault("layer_types", kinds)
         return build(cls, fields | {"rope": rope_parameters(raw, theta=10_000.0)})
 
     @property
@@ -82,7 +78,7 @@ DEFAULTS: dict[str, Any] = {
 class Attention(nn.Module):
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
-        self.layer, self.window, self.head_dim = (layer, config.windows[layer], config.head_dim)
+        self.layer, self.window, self.head_dim = layer, config.windows[layer], config.head_dim
         d, e = config.hidden_size, config.head_dim
         qwen3 = config.model_type == "qwen3"
         bias = config.attention_bias if qwen3 else True
@@ -108,7 +104,7 @@ class MLP(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         d, f = config.hidden_size, config.intermediate_size
-        self.gate_proj, self.up_proj, self.down_proj = (Linear(d, f), Linear(d, f), Linear(f, d))
+        self.gate_proj, self.up_proj, self.down_proj = Linear(d, f), Linear(d, f), Linear(f, d)
         self.act = config.hidden_act
 
     def forward(self, h: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -126,8 +122,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, tables: Tables, spans: Spans | None, cache: Cache | None) -> Tensor:
         x, h = add_norm(x, None, self.input_layernorm)
         x, h = add_norm(x, self.self_attn(h, tables, spans, cache), self.post_attention_layernorm)
-        out: Tensor = self.mlp(h, residual=x)
-        return out  # [B, T, D]
+        return self.mlp(h, residual=x)  # [B, T, D]
 
 
 class Decoder(nn.Module):
