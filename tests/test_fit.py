@@ -640,6 +640,22 @@ def test_the_open_loop_is_the_loop_of_fit(tiny, tmp_path, monkeypatch, capsys):
     assert on.keys() == ours.keys() and 0 < far < 0.1 * sum(t.square().sum() for t in ours.values()).sqrt()
 
 
+def test_the_script_stopped_before_a_step_speaks_of_no_adapter(tiny, tmp_path, monkeypatch, capsys):
+    folder = toy.make(shutil.copytree(tiny("llama3"), tmp_path / "base"))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    words = [SCRIPT, folder, "--data", tmp_path / "rows.jsonl", "--template", "chatml", "--out", tmp_path / "out"]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in [*words, "--device", "cpu"]])
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lorarun.train.accumulated", interrupt)
+    with pytest.raises(SystemExit, match="error: stopped before the first step"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    said = capsys.readouterr()
+    assert "adapter" not in said.out and "saving" not in said.err and not (tmp_path / "out" / "adapter").exists()
+
+
 def test_what_the_script_says_can_be_done_next_can_be_done(tiny, tmp_path, monkeypatch, capsys):
     """In four bits; a second run leaves the adapter of the first.  Warnings and the template are one sentence."""
     folder = toy.make(shutil.copytree(tiny("llama3"), tmp_path / "base"))
