@@ -55,15 +55,20 @@ class Batch:
             raise ValueError("weights are finite numbers from 0 up: a token cannot be learned backwards")
 
 
+MAKES = "lorarun.batches(rows, model.tokenizer) makes batches of rows"
+
+
 def as_batch(batch: Batch | Mapping[str, Any]) -> Batch:
     """``batch`` itself, or a mapping with its fields as a Batch; other keys are refused, for they would be ignored."""
     if isinstance(batch, Batch):
         return batch
     if not isinstance(batch, Mapping):
-        raise ValueError(f"expected a Batch or a mapping with its fields, got a {type(batch).__name__}")
+        raise ValueError(f"expected a Batch, or a mapping with its fields, got a {type(batch).__name__}; {MAKES}")
     names = [entry.name for entry in fields(Batch)]
     if not {"ids", "labels"} <= set(batch) <= set(names):
-        raise ValueError(f"a batch given as a mapping has ids, labels and maybe {names[2:]}, got {sorted(batch)}")
+        raise ValueError(
+            f"a batch given as a mapping has ids, labels and maybe {names[2:]}, got {sorted(batch)}; {MAKES}"
+        )
     return Batch(**batch)
 
 

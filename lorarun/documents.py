@@ -65,8 +65,12 @@ class Prepared:
 
     def reasons(self) -> list[tuple[list[int], str]]:
         """The rows that were left out, by reason."""
-        too_long = f"longer than {self.max_tokens} tokens"
-        return [(self.too_long, too_long), (self.nothing, "nothing to learn"), (self.control, CONTROL)]
+        too_long = f"longer than max_tokens={self.max_tokens}"
+        return [
+            (self.too_long, too_long),
+            (self.nothing, "without an answer or text to learn"),
+            (self.control, CONTROL),
+        ]
 
     def left_out(self) -> str:
         """One line saying which rows were left out and why, "" if none."""
@@ -222,6 +226,10 @@ def check_rows(rows: Any, tokenizer: Tokenizer | None, max_tokens: int) -> Token
     """``tokenizer``; ValueError for arguments that cannot be meant."""
     if tokenizer is None:
         raise ValueError("rows of text need a tokenizer, and this model came without tokenizer files")
+    if not isinstance(tokenizer, Tokenizer):
+        raise ValueError(
+            f"rows need lorarun's own tokenizer, which is model.tokenizer, got a {type(tokenizer).__name__}"
+        )
     if isinstance(rows, (str, bytes, Path)):
         raise ValueError(f"rows must be an iterable of dicts, got {rows!r}; lorarun.data.read_rows reads files")
     if isinstance(rows, Mapping):

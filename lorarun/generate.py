@@ -214,6 +214,7 @@ def _prompts(model: Model, what: Any) -> tuple[list[list[int]], list[str], bool]
     single = bool(_kind(what)) and (isinstance(what, str) or len(what) > 0)
     if not single and not (what.ndim == 2 if isinstance(what, Tensor) else isinstance(what, Sequence)):
         got = f"a tensor of shape {list(what.shape)}" if isinstance(what, Tensor) else f"a {type(what).__name__}"
+        got += ", where a message alone goes into a list" * isinstance(what, Mapping)
         raise ValueError(f"generate: expected a text, a list of messages, ids, or a list of these; got {got}.")
     items = [what] if single else list(what)
     kinds = [_kind(item) for item in items]

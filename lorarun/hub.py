@@ -120,6 +120,10 @@ def _resolve(
             )
         on_hub = text.lower() in ALIASES or re.fullmatch(_HUB_ID, text)
         hint = f" To get {text} from the hub, start Python elsewhere: this folder hides it." if on_hub else ""
+        if not adapter and (files := sorted(path.glob("*.gguf"))):
+            hint = f" To load a GGUF file, name the file itself, such as {files[0]}."
+        elif inside := sorted(found.parent for file in wanted for found in path.glob(f"*/{file}")):
+            hint = f" Did you mean {inside[0]}?"
         raise ValueError(f"The folder {text} has no {' or '.join(wanted)}, so it is no checkpoint.{hint}")
     if text.lower() in ALIASES:
         print(f"{text} -> the folder {path.resolve()} (not the alias of that name)", file=sys.stderr)
@@ -144,6 +148,8 @@ def _repo(text: str, adapter: bool) -> str:
     page = re.fullmatch(rf"https?://[^/]+/({_HUB_ID})(/.*)?", text)
     if page:
         raise ValueError(f"{text} is an address; for that repo write {page[1]!r} (and revision=... for a branch).")
+    if text.endswith(".gguf"):  # before it is taken for a hub id, which out/model.gguf looks like
+        raise ValueError(f"There is no file {text} (seen from {Path.cwd()}); expected a GGUF file, or {accepted}.")
     if text.startswith((".", "/", "~")) or text.endswith("/") or "\\" in text or text.count("/") > 1:
         raise ValueError(f"There is no folder {text} (seen from {Path.cwd()}); expected {accepted}.")
     if re.fullmatch(_HUB_ID, text):

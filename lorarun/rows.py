@@ -51,7 +51,7 @@ def read_rows(*paths: str | Path) -> list[dict[str, Any]]:
     Parquet also with .gz behind. A folder's files, those of its folders too, are read in the order of their names and
     must be of one kind.
 
-    Raises ValueError with the file and line of what cannot be read.
+    Raises FileNotFoundError for a path that is not there, ValueError with the file and line of what cannot be read.
     """
     return list(iter_rows(*paths))
 
@@ -79,6 +79,8 @@ def _kind(path: Path) -> str:
 
 def _files(path: Path) -> list[Path]:
     """``path`` itself, or the readable files in that folder, hidden ones left out."""
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file or folder {path} (seen from {Path.cwd()})")
     if not path.is_dir():
         return [path]
     inside = [file for file in path.rglob("*") if file.is_file()]
@@ -96,7 +98,9 @@ def _files(path: Path) -> list[Path]:
 
 def _row(content: Any, origin: str) -> Row:
     if not isinstance(content, dict):
-        raise ValueError(f"{origin} must be a JSON object, got a {type(content).__name__}")
+        raise ValueError(
+            f"{origin} must be a JSON object such as {{'messages': [...]}}, got a {type(content).__name__}"
+        )
     row = Row(content)
     row.origin = origin
     return row

@@ -25,6 +25,7 @@ python scripts/finetune.py ".cache/models/$model" \
     --eval .cache/models/data/chatterbot.eval.jsonl \
     --question "Who wrote Dracula?" \
     --max-tokens 256 --lr 1e-3 --out "out/demo-$model"
+echo "  . .venv/bin/activate   # before any of these, once in your shell"
 if [ "$model" = smollm2-135m ]; then
     echo "  bash scripts/demo.sh gemma3-270m   # this demo with Gemma 3 270M"
 fi

@@ -92,6 +92,8 @@ def main() -> None:
                     progress.note(f"step {step + 1} is skipped: {len(broken)} gradients are not finite")
                 progress.step(loss.item(), sum(map(tokens, batches)), lr=rate, grad_norm=norm, supervised=learned)
         except KeyboardInterrupt:
+            if not taken:
+                raise  # there is no adapter to speak of
             progress.note("stopped; saving the adapter as it is")
         finally:
             if taken and first:  # also when an error ends the run

@@ -424,7 +424,7 @@ BAD: dict[str, Bad] = {
     "GGUF: a pointer": Bad("gguf", put("model.gguf", POINTER), "git-lfs pointer"),
     "GGUF: a folder": Bad("gguf", instead("model.gguf", folder_at), "has no config.json"),
     "GGUF: a pipe": Bad("gguf", instead("model.gguf", os.mkfifo), "is no file"),
-    "GGUF: a dangling link": Bad("gguf", instead("model.gguf", dangling), "There is no folder"),
+    "GGUF: a dangling link": Bad("gguf", instead("model.gguf", dangling), "There is no file"),
 }
 
 

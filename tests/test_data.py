@@ -103,7 +103,9 @@ def test_a_token_across_the_end_of_the_prompt_is_told(tmp_path: Path) -> None:
     assert learned(tokenizer, prepared) == [" the fox</s>", " fox</s>"]
     assert prepared.merged == [2]
     # One word that merges whole would leave an end token alone to be learned: nothing to learn, rather.
-    with pytest.raises(ValueError, match=r"nothing to learn: 1 of 1 rows left out: 1 nothing to learn \(row 1\)"):
+    with pytest.raises(
+        ValueError, match=r"nothing to learn: 1 of 1 rows left out: 1 without an answer or text to learn \(row 1\)"
+    ):
         prepare([{"prompt": "Answer: ", "completion": "the"}], tokenizer)
 
 
@@ -129,11 +131,16 @@ def test_rows_left_out_are_counted_and_said(tmp_path: Path, capsys: pytest.Captu
     prepared = prepare(rows, tokenizer, max_tokens=30)
     assert (prepared.too_long, prepared.nothing, prepared.rows) == ([2, 4], [3, 5, 6, 7], 8)
     assert len(prepared.documents) == 2
-    said = "6 of 8 rows left out: 2 longer than 30 tokens (rows 2, 4), 4 nothing to learn (rows 3, 5, 6, 7)"
+    said = "6 of 8 rows left out: 2 longer than max_tokens=30 (rows 2, 4)"
+    said += ", 4 without an answer or text to learn (rows 3, 5, 6, 7)"
     assert capsys.readouterr().err == f"lorarun: {said}\n"
     many = prepare([chat("what", "fox"), *[chat("what")] * 9], tokenizer)
-    assert many.left_out() == "9 of 10 rows left out: 9 nothing to learn (rows 2, 3, 4, 5, 6 and 4 more)"
-    with pytest.raises(ValueError, match="there is nothing to learn: 2 of 2 rows left out: 1 longer than 30 tokens"):
+    assert (
+        many.left_out() == "9 of 10 rows left out: 9 without an answer or text to learn (rows 2, 3, 4, 5, 6 and 4 more)"
+    )
+    with pytest.raises(
+        ValueError, match="there is nothing to learn: 2 of 2 rows left out: 1 longer than max_tokens=30"
+    ):
         batches(rows[1:3], tokenizer, max_tokens=30)
     with pytest.raises(ValueError, match="there is nothing to learn: there are no rows"):
         batches([], tokenizer)
@@ -232,8 +239,8 @@ def test_read_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("line", "message"), [
     (b'{"text": "fox"', "line 3 is not valid JSON: "),
-    (b'["fox"]', "line 3 must be a JSON object, got a list"),
-    (b"null", "line 3 must be a JSON object, got a NoneType"),
+    (b'["fox"]', "line 3 must be a JSON object such as {'messages': .*, got a list"),
+    (b"null", "line 3 must be a JSON object such as .*, got a NoneType"),
     (b'{"text": "\xff"}', "line 3 is not UTF-8: .* save the file as UTF-8"),
 ])  # fmt: skip
 def test_a_broken_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
@@ -364,11 +371,13 @@ def test_streamed_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(ValueError, match=r"^row 57: got the keys \['a'\]"):
         list(batches(rows, tokenizer, 64, buffer=8))
     assert len(list(batches([chat("what"), chat("what", "fox")], tokenizer, buffer=8))) == 1
-    assert capsys.readouterr().err == "lorarun: 1 of 2 rows left out: 1 nothing to learn (row 1)\n"
+    assert capsys.readouterr().err == "lorarun: 1 of 2 rows left out: 1 without an answer or text to learn (row 1)\n"
     with pytest.raises(ValueError, match="there is nothing to learn: 1 of 1 rows left out"):
         list(batches([chat("what")], tokenizer, buffer=8))
     with pytest.raises(ValueError, match="buffer needs rows not yet prepared and at least 1, got a list and 0"):
         batches(rows, tokenizer, buffer=0)
+    with pytest.raises(ValueError, match=r"lorarun's own tokenizer, which is model\.tokenizer, got a Linear"):
+        prepare([chat("what", "fox")], torch.nn.Linear(1, 1))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"got a mapping: choose one of \['test', 'train'\]"):
         batches({"train": rows, "test": rows}, tokenizer)  # type: ignore[arg-type]
 
@@ -398,7 +407,7 @@ def test_targets_follow_the_definition() -> None:
     ({"ids": torch.zeros(3).long(), "labels": torch.zeros(3).long()}, r"ids is torch.int64 \[3\]; labels"),
     ({"ids": torch.zeros(1, 3).long(), "labels": torch.zeros(1, 2).long()}, r"got: labels is torch.int64 \[1, 2\]"),
     ({"ids": [[1]], "labels": torch.zeros(1, 1).long()}, "ids is a list"),
-    ([1, 2], "got a list"),
+    ([1, 2], r"got a list; lorarun\.batches\(rows, model\.tokenizer\) makes batches of rows"),
 ])  # fmt: skip
 def test_a_malformed_batch_is_refused(fields: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -74,7 +74,7 @@ def test_fit_learns_and_leaves_everything_behind(model, tmp_path, capsys):
     total = sum(len(document.ids) for document in data.documents)
     learned = sum(int((document.labels[1:] >= 0).sum()) for document in data.documents)
     assert f"training on 24 rows: {total:,} tokens, {learned:,} of them supervised" in said
-    assert "1 of 25 rows left out: 1 longer than 150 tokens (row 25)" in said
+    assert "1 of 25 rows left out: 1 longer than max_tokens=150 (row 25)" in said
     assert "evaluating on 5 rows" in said and f"{result.steps} steps of up to 150 tokens" in said
     assert str(result.adapter) in said
 
@@ -160,7 +160,8 @@ def test_the_account_of_bad_rows_comes_before_the_first_step(model, tmp_path, ca
     with pytest.warns(UserWarning, match="answers are empty in row 57: they are not learned"):
         lorarun.fit(model, [*ROWS * 2, *ROWS[:8], *bad], tmp_path, steps=1, warmup=0)
     said = capsys.readouterr().err
-    left_out = "4 of 60 rows left out: 1 longer than 2048 tokens (row 59), 2 nothing to learn (rows 57, 58), 1 with con"
+    left_out = "4 of 60 rows left out: 1 longer than max_tokens=2048 (row 59), "
+    left_out += "2 without an answer or text to learn (rows 57, 58), 1 with con"
     assert left_out in said
     assert said.index("training on 56 rows: ") < said.index("step 1/1")
     with pytest.raises(ValueError, match="there is nothing to learn: 2 of 2 rows left out"):
@@ -637,6 +638,22 @@ def test_the_open_loop_is_the_loop_of_fit(tiny, tmp_path, monkeypatch, capsys):
     on = load_file(tmp_path / "on" / "adapter" / "adapter_model.safetensors")
     far = sum((on[key] - tensor).square().sum() for key, tensor in ours.items()).sqrt()
     assert on.keys() == ours.keys() and 0 < far < 0.1 * sum(t.square().sum() for t in ours.values()).sqrt()
+
+
+def test_the_script_stopped_before_a_step_speaks_of_no_adapter(tiny, tmp_path, monkeypatch, capsys):
+    folder = toy.make(shutil.copytree(tiny("llama3"), tmp_path / "base"))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    words = [SCRIPT, folder, "--data", tmp_path / "rows.jsonl", "--template", "chatml", "--out", tmp_path / "out"]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in [*words, "--device", "cpu"]])
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lorarun.train.accumulated", interrupt)
+    with pytest.raises(SystemExit, match="error: stopped before the first step"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    said = capsys.readouterr()
+    assert "adapter" not in said.out and "saving" not in said.err and not (tmp_path / "out" / "adapter").exists()
 
 
 def test_what_the_script_says_can_be_done_next_can_be_done(tiny, tmp_path, monkeypatch, capsys):

@@ -561,7 +561,7 @@ def test_a_text_goes_on_where_the_prompt_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "what, message",
     [
-        ({"role": "user", "content": "x"}, "got a dict"),
+        ({"role": "user", "content": "x"}, "got a dict, where a message alone goes into a list"),
         (3, "got a int"),
         (torch.zeros(2, 3, 4), r"got a tensor of shape \[2, 3, 4\]"),
         (torch.zeros(2, 3), "got Tensor, Tensor"),

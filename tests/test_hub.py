@@ -89,6 +89,12 @@ def test_a_local_folder_needs_no_hub(
     (tmp_path / "qwen3-4b").mkdir()
     with pytest.raises(ValueError, match="this folder hides it"):
         resolve("qwen3-4b")
+    shutil.copytree(folder, tmp_path / "qwen3-4b" / "merged")
+    with pytest.raises(ValueError, match=r"is no checkpoint\. Did you mean qwen3-4b/merged\?"):
+        resolve("qwen3-4b")
+    (tmp_path / "qwen3-4b" / "model.gguf").touch()
+    with pytest.raises(ValueError, match=r"name the file itself, such as qwen3-4b/model\.gguf"):
+        resolve("qwen3-4b")
     assert attempts == []
 
 
@@ -103,6 +109,7 @@ def test_a_local_folder_needs_no_hub(
         ("/missing/model", r"There is no folder /missing/model"),
         ("runs/july/model", r"There is no folder runs/july/model"),
         (r"C:\models\llama", r"There is no folder C:\\models\\llama"),
+        ("out/missing.gguf", r"There is no file out/missing\.gguf \(seen from .*expected a GGUF file"),
         ("https://huggingface.co/Qwen/Qwen3-8B/tree/main", r"is an address; for that repo write 'Qwen/Qwen3-8B'"),
     ],
 )

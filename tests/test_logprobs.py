@@ -110,7 +110,13 @@ def test_rows_that_cannot_be_used(spoken: Any, tiny: Tiny) -> None:
     with pytest.raises(ValueError) as error:
         logprobs(spoken, rows)
     said = str(error.value)
-    for words in ("row 1: nothing to learn", "row 2: expected", "row 3: expected", "row 4 has ids", "row 5"):
+    for words in (
+        "row 1: without an answer or text to learn",
+        "row 2: expected",
+        "row 3: expected",
+        "row 4 has ids",
+        "row 5",
+    ):
         assert words in said
     with pytest.raises(ValueError, match="tokenizer"):
         logprobs(build(tiny("llama3")), [{"text": "the fox"}])

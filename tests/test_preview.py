@@ -59,7 +59,7 @@ def test_rows_left_out_and_pieces(
     lorarun.preview(rows(), tokenizer, n=2, max_tokens=3)
     assert len(drawn) == 2
     assert capsys.readouterr().out.splitlines() == [
-        f"--- row 1 ({path}, line 1): nothing to learn",
+        f"--- row 1 ({path}, line 1): without an answer or text to learn",
         f"--- row 2 ({path}, line 2): 3 tokens, 2 of them learned",
         "one[[ two three]]",
         f"--- row 2 ({path}, line 2): 3 tokens, 2 of them learned",

@@ -121,7 +121,7 @@ CUT_SHORT = gzip.compress(b"fox\n" * 9, mtime=0)[:-9]  # a time in it would be a
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
-    ("a.json", b'[{"text": "fox"}, 3]', r"a\.json, item 2 must be a JSON object, got a int"),
+    ("a.json", b'[{"text": "fox"}, 3]', r"a\.json, item 2 must be a JSON object such as .*, got a int"),
     ("a.json", b'[{"text": "fox"},\n {"text" "fox"}]', r"a\.json is not valid JSON: .* line 2 column 10"),
     ("a.jsonl", b'[\n{"text": "fox"}]', r"a\.jsonl, line 1 is not valid JSON: .* give the file a \.json ending"),
     ("a.csv", b"text,id\nfox,1\nfox\n", r"a\.csv, line 3 has fewer cells than the header's 2"),
@@ -139,6 +139,12 @@ CUT_SHORT = gzip.compress(b"fox\n" * 9, mtime=0)[:-9]  # a time in it would be a
 def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
+        read_rows(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "missing"])
+def test_what_is_not_there_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(FileNotFoundError, match=rf"there is no file or folder .*{name} \(seen from "):
         read_rows(tmp_path / name)
 
 
@@ -257,9 +263,9 @@ def test_a_broken_row_of_a_hundred_stops_the_run(tmp_path: Path, bad: bytes, mes
 
 
 @pytest.mark.parametrize(("bad", "message"), [
-    (chat("what", ""), r"1 nothing to learn \(row 57 \(.*rows.jsonl, line 57\)\)"),
-    (chat("what"), r"1 nothing to learn \(row 57 \(.*rows.jsonl, line 57\)\)"),
-    (chat("what", LONG), r"1 longer than 8192 tokens \(row 57 \(.*rows.jsonl, line 57\)\)"),
+    (chat("what", ""), r"1 without an answer or text to learn \(row 57 \(.*rows.jsonl, line 57\)\)"),
+    (chat("what"), r"1 without an answer or text to learn \(row 57 \(.*rows.jsonl, line 57\)\)"),
+    (chat("what", LONG), r"1 longer than max_tokens=8192 \(row 57 \(.*rows.jsonl, line 57\)\)"),
     (chat("what </s><|im_start|>assistant\nfox", "fox"), r"1 with control tokens typed .*\(row 57 \(.*, line 57\)\)"),
 ])  # fmt: skip
 def test_a_row_that_cannot_be_used_is_left_out_and_named(
