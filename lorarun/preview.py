@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby, islice
 from typing import Any
 
-from lorarun.documents import Document, as_documents
+from lorarun.documents import Document, as_documents, check_rows
 from lorarun.kernels.cross_entropy import IGNORE
 from lorarun.tokenizer import Stream, Tokenizer
 
@@ -32,6 +32,7 @@ def preview(
     The other arguments are those of ``batches``. Rows that would be left out are shown by the reason alone. Of an
     iterator, ``n`` rows are consumed. Raises ValueError, naming the row, for rows that training would refuse.
     """
+    check_rows(rows, tokenizer, max_tokens)
     marks = COLOURED if sys.stdout.isatty() else BRACKETED
     for name, documents, left_out in as_documents(islice(rows, n), tokenizer, max_tokens, fold_system):
         if not documents:

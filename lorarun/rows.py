@@ -123,8 +123,13 @@ def _parsed(text: str, origin: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        array = "; this looks like one JSON array: give the file a .json ending" if text.lstrip()[:1] == "[" else ""
-        raise ValueError(f"{origin} is not valid JSON: {error}{array}") from error
+        hint = "; this looks like one JSON array: give the file a .json ending" if text.lstrip()[:1] == "[" else ""
+        if text.strip() == "{":
+            hint = "; a .jsonl file has a whole object on each line, and a .json file an array of them"
+        said = str(error)
+        if isinstance(error, json.JSONDecodeError) and ", line " in origin:  # its own line number is of this text
+            said = f"{error.msg} at column {error.colno}"
+        raise ValueError(f"{origin} is not valid JSON: {said}{hint}") from error
 
 
 def _read_lines(path: Path) -> Iterator[Row]:

@@ -61,8 +61,12 @@ def main() -> None:
     first, size, adapter = distributed.rank() == 0, distributed.size(), args.out / "adapter"
     if adapter.exists():
         raise ValueError(f"{adapter} is there: choose another --out, or remove it; as the MODEL it is trained further")
-    if args.steps is not None and args.steps < 1 or not 0 < args.epochs < float("inf"):
-        raise ValueError(f"--steps {args.steps} --epochs {args.epochs}: expected positive numbers")
+    for name, value, right in (
+        ("--steps", args.steps, args.steps is None or args.steps > 0),
+        ("--epochs", args.epochs, 0 < args.epochs < float("inf")),
+    ):
+        if not right:
+            raise ValueError(f"{name} {value}: expected a positive number")
     rows, held_rows = read_rows(*args.data), read_rows(args.eval) if args.eval else None  # a wrong name is said at once
     model = lorarun.load(args.model, bits=args.bits, device=args.device, template=args.template)
     if not model.adapters:  # the folder of an adapter brings one, which is trained further

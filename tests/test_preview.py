@@ -67,3 +67,5 @@ def test_rows_left_out_and_pieces(
     ]
     with pytest.raises(ValueError, match="row 1: got the keys"):
         lorarun.preview([{"a": 1}], tokenizer)
+    with pytest.raises(ValueError, match="read_rows reads files"):
+        lorarun.preview("rows.jsonl", tokenizer)

@@ -124,6 +124,8 @@ CUT_SHORT = gzip.compress(b"fox\n" * 9, mtime=0)[:-9]  # a time in it would be a
     ("a.json", b'[{"text": "fox"}, 3]', r"a\.json, item 2 must be a JSON object such as .*, got a int"),
     ("a.json", b'[{"text": "fox"},\n {"text" "fox"}]', r"a\.json is not valid JSON: .* line 2 column 10"),
     ("a.jsonl", b'[\n{"text": "fox"}]', r"a\.jsonl, line 1 is not valid JSON: .* give the file a \.json ending"),
+    ("a.jsonl", b'{"text": "fox"}\n{"text" "fox"}', r"a\.jsonl, line 2 is not valid JSON: Expecting .* at column 9$"),
+    ("a.jsonl", b'{\n "text": "fox"\n}', r"a\.jsonl, line 1 is not valid JSON: .*; a \.jsonl file has"),
     ("a.csv", b"text,id\nfox,1\nfox\n", r"a\.csv, line 3 has fewer cells than the header's 2"),
     ("a.csv", b"text,id\n\nfox,1\n\nfox\n", r"a\.csv, line 5 has fewer cells than the header's 2"),
     ("a.csv", b"text,id\nfox,1\nfox,2,3\n", r"a\.csv, line 3 has more cells than the header's 2"),
