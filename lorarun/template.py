@@ -39,7 +39,7 @@ from lorarun.messages import Message, check_messages, plain
 
 MAX_CHARACTERS = 2**24  # of one rendered conversation
 MAX_BITS = 2**13  # of a product of whole numbers
-MAX_ITERATIONS = 2 * 10**5  # of all the loops of one render together
+MAX_ITERATIONS = 10**5  # of all the loops of one render together
 
 Span = tuple[int, int]
 
