@@ -52,7 +52,6 @@ def ask(model: lorarun.nn.Model, question: str | None, when: str) -> None:
     if question is not None and distributed.rank() == 0:
         print(f"\n{when}\n  Q: {question}\n  A: ", end="", flush=True)
         lorarun.generate(model, [{"role": "user", "content": question}], max_new_tokens=64, stream=True)
-        print()
 
 
 def main() -> None:
@@ -61,12 +60,8 @@ def main() -> None:
     first, size, adapter = distributed.rank() == 0, distributed.size(), args.out / "adapter"
     if adapter.exists():
         raise ValueError(f"{adapter} is there: choose another --out, or remove it; as the MODEL it is trained further")
-    for name, value, right in (
-        ("--steps", args.steps, args.steps is None or args.steps > 0),
-        ("--epochs", args.epochs, 0 < args.epochs < float("inf")),
-    ):
-        if not right:
-            raise ValueError(f"{name} {value}: expected a positive number")
+    if args.steps is not None and args.steps < 1 or not 0 < args.epochs < float("inf"):
+        raise ValueError(f"--steps {args.steps} --epochs {args.epochs}: expected positive numbers")
     rows, held_rows = read_rows(*args.data), read_rows(args.eval) if args.eval else None  # a wrong name is said at once
     model = lorarun.load(args.model, bits=args.bits, device=args.device, template=args.template)
     if not model.adapters:  # the folder of an adapter brings one, which is trained further
@@ -89,8 +84,7 @@ def main() -> None:
             for step in range(steps):
                 batches = list(itertools.islice(stream, size))  # one for each process, in one optimizer step
                 loss, learned = accumulated(model, batches, scale=optimizer.scale)  # the mean over all their tokens
-                rate = learning_rate(step, steps, args.lr, steps // 20)
-                norm, broken = optimizer.step(rate)
+                norm, broken = optimizer.step(rate := learning_rate(step, steps, args.lr, steps // 20))
                 taken += not broken
                 if broken:
                     progress.note(f"step {step + 1} is skipped: {len(broken)} gradients are not finite")
@@ -108,9 +102,9 @@ def main() -> None:
         return
     ask(model, args.question, "After training")
     if held:
-        print(f"\nevaluation loss: {before:.3f} before, {after:.3f} after ({(after - before) / before:+.0%})")
-    print(f"\nadapter  {adapter}\nmetrics  {progress.metrics}")
-    print(f"plot     {progress.plot or 'none: pip install matplotlib draws one'}\n\nNext, try:")
+        print(f"\nevaluation loss: {before:.3f} before, {after:.3f} after ({after / before - 1:+.0%})")
+    plot = progress.plot or "none: pip install matplotlib draws one"
+    print(f"\nadapter  {adapter}\nmetrics  {progress.metrics}\nplot     {plot}\n\nNext, try:")
     chat, export = ("", "") if args.bits is None else (f" --bits {args.bits}", f" --load-bits {args.bits}")
     print(f"  python scripts/chat.py {adapter}{chat}   # and /adapter off")
     print(f"  python scripts/export.py {adapter} {args.out / 'merged'}{export}   # for other programs")

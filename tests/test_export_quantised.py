@@ -61,12 +61,14 @@ def even(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def widened(recipe: checkpoints.Recipe) -> checkpoints.Recipe:
-    fields = dict(recipe.fields)
-    for part in (fields, fields.get("text_config", {})):
-        if "intermediate_size" in part:
-            part |= {"intermediate_size": 128} | ({"head_dim": 32} if "head_dim" in part else {})
+    def wide(part: dict[str, Any]) -> dict[str, Any]:
+        """A copy: recipes share parts."""
+        sizes = {"intermediate_size": 128, "head_dim": 32}
+        return part | {key: size for key, size in sizes.items() if key in part and "intermediate_size" in part}
+
+    fields = wide(dict(recipe.fields))
     if "text_config" in fields:
-        fields["text_config"] = {**fields["text_config"], "intermediate_size": 128}
+        fields["text_config"] = wide(fields["text_config"])
     return recipe._replace(fields=fields)
 
 
